@@ -11,7 +11,8 @@ of G's shape and damped G:
 
 |X| is a lower bound of the largest singular value. Factors are fitted at every
 step of the first FLAT, after them every `every` steps, and never where G is 0.
-V is a function of the seed, the step and the matrix, whatever the layout.
+V is a function of the step and of the matrix's place in the model, a layer and
+an expert, whatever the layout.
 
 Legend: B matrices, M rows, N columns.
 """
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from paraxis.models import depth
 from paraxis.train.updates import matrices
 
 RATE = 0.1  # of the factors
@@ -42,14 +44,17 @@ class KronState(NamedTuple):
   right: Any
 
 
-def scale_by_kron(dims, place, b1, every):
+def scale_by_kron(dims, place, b1, every, held=()):
   """optax.GradientTransformation of {path: array}.
 
   Args:
     dims: {path: matrices.Dims}. place: as for soap.scale_by_soap.
     b1: decay of the average of gradients. every: steps between two fits, after
       the first FLAT.
+    held: {path: depth.Held} how memory holds stacks; what it lacks is in order.
   """
+
+  held = dict(held)
 
   def init(params):
     def factors(side):
@@ -69,19 +74,28 @@ def scale_by_kron(dims, place, b1, every):
   def update(updates, state, params=None):
     del params
     grads: Any = updates
-    ids = {p: _ids(p, x, dims[p]) for p, x in grads.items()}
+    ids = {
+      p: _ids(p, x, dims[p], held.get(p, depth.IN_ORDER))
+      for p, x in grads.items()
+    }
     rule = functools.partial(_update, b1, every)
     return matrices.updated(rule, dims, grads, state, ids=ids)
 
   return optax.GradientTransformation(init, update)
 
 
-def _ids(path, x, dims):
-  """(*batch) uint32, a number of its own for each matrix."""
-  batch = x.shape[: dims.batch]
+def _ids(path, x, dims, held):
+  """(*batch) uint32, a number of its own for each matrix of the model; of an
+  empty row 0."""
+  batch, (rows, experts) = [*x.shape[: dims.batch]], held
+  if rows is not None:
+    batch[0] = max(rows) + 1
+  if experts and experts[0] >= dims.batch:
+    experts = None  # they are columns, as a router's
   first = zlib.crc32(path.encode())
   ids = first + np.arange(np.prod(batch, dtype=int), dtype=np.uint64)
-  return jnp.asarray((ids % 2**32).astype(np.uint32).reshape(batch))
+  ids = (ids % 2**32).astype(np.uint32).reshape(batch)
+  return jnp.asarray(depth.from_order(ids, rows, experts))
 
 
 def _update(b1, every, stacks, count):

@@ -118,7 +118,14 @@ class Optimizer:
     dims = {p: self._dims(p) for p in paths}
     decayed = {p: kinds[p] != 'vector' for p in paths}
     return update_rules.Group(
-      self.config, self._share, dims, axes, decayed, self._steps, self._tokens
+      self.config,
+      self._share,
+      dims,
+      axes,
+      decayed,
+      self._steps,
+      self._tokens,
+      self.model.held,
     )
 
   def _rule(self, name):

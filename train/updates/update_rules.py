@@ -49,6 +49,7 @@ class Group(NamedTuple):
   settings: schema.Optimizer. share: f(step) in [0, 1] of the peak rate.
   dims: {path: matrices.Dims}. axes: {path: logical axes}. decayed: {path:
   whether weight decay acts on it}. steps: of the run. tokens: of a step.
+  held: {path: depth.Held}, how memory holds stacks.
   """
 
   settings: Any
@@ -58,6 +59,7 @@ class Group(NamedTuple):
   decayed: dict
   steps: int
   tokens: int
+  held: dict
 
 
 class Rule(NamedTuple):
@@ -314,7 +316,9 @@ def _soap(group):
 
 def _kron(group):
   c, place = group.settings, functools.partial(_place, group)
-  return kron.scale_by_kron(group.dims, place, c.b1, c.precondition_every)
+  return kron.scale_by_kron(
+    group.dims, place, c.b1, c.precondition_every, group.held
+  )
 
 
 def _sides(group, of):

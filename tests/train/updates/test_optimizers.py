@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paraxis.configs import schema
+from paraxis.models import depth
 from paraxis.train.updates import optimizers
 
 # path: (shape, axes, kind, number of input axes after the layers)
@@ -48,6 +49,7 @@ MODEL = types.SimpleNamespace(
   axes={p: leaf[1] for p, leaf in LEAVES.items()},
   kinds={p: leaf[2] for p, leaf in LEAVES.items()},
   frozen=frozenset(),
+  held={},
   inputs={p: leaf[3] for p, leaf in LEAVES.items()},
 )
 STEPS = 4
@@ -214,6 +216,32 @@ def test_experts_are_no_matrix_together(muon, path, monkeypatch):
   c, _ = muon
   params, _ = _run(optimizers.Optimizer(c, STEPS, MODEL))
   assert np.abs(params[path] - _muon(path, c)[0]).max() > 1e-3
+
+
+def test_kron_moves_matrices_alike_in_any_order_of_memory():
+  """Layers of interleaved stages with an empty row, experts in an order of
+  their own: its random probes are of the matrix, not of the row."""
+  held = depth.Held((1, -1, 0), (1, (2, 0, 1)))
+  other = types.SimpleNamespace(**vars(MODEL))
+  other.held = {p: held for p, a in MODEL.axes.items() if 'experts' in a}
+  c = _settings(name='kron')
+  moved = []
+  for model in (MODEL, other):
+    optimizer = optimizers.Optimizer(c, STEPS, model)
+    laid = lambda flat, of=model.held: {
+      p: jnp.asarray(depth.from_order(x, *of.get(p, depth.IN_ORDER)))
+      for p, x in flat.items()
+    }
+    params = laid(_arrays(0))
+    state = optimizer.init(params)
+    for step in range(3):
+      params, state = optimizer.update(
+        laid(_arrays(1 + step)), state, params, jnp.int32(step)
+      )
+    moved.append(params)
+  for path in other.held:
+    back = depth.to_order(moved[1][path], *held)
+    np.testing.assert_allclose(back, moved[0][path], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ LEAVES = {
 MODEL = types.SimpleNamespace(
   axes={p: leaf[1] for p, leaf in LEAVES.items()},
   kinds={p: leaf[2] for p, leaf in LEAVES.items()},
-  frozen=frozenset(),
+  frozen=frozenset(), held={},
   inputs={p: leaf[3] for p, leaf in LEAVES.items()},
-)
+)  # fmt: skip
 STEPS = 5
 TOKENS = 7  # of a step
 BASE = dict(
