@@ -9,6 +9,7 @@ import tempfile
 
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base import plain_files
 
 KINDS = 'medusa', 'speculative', 'eagle', 'falcon', 'ppd', 'filter'
 SHORT = 64  # tokens of a row of ppd, each with prompt tokens behind it
@@ -53,15 +54,18 @@ def _check(values):
 
 
 def _out(text):
-  """The path of --out; UserError: no file can be written there."""
+  """The path of --out; UserError: no file can be written there.
+
+  What is there is never opened: a device is no file, a named pipe would wait.
+  """
   out = pathlib.Path(text).expanduser().resolve()
   if not out.parent.is_dir():
     raise errors.UserError(f'--out={text}: no folder {out.parent}.')
   try:
     if out.is_dir():
       raise errors.UserError(f'--out={text} is a folder: name a file in it.')
-    there = out.exists()
-    with open(out, 'ab') if there else tempfile.TemporaryFile(dir=out.parent):
+    plain_files.check(out)
+    with tempfile.TemporaryFile(dir=out.parent):  # as heads.save makes one
       pass
   except OSError as e:
     raise errors.UserError(

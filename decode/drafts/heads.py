@@ -23,6 +23,7 @@ import io
 import json
 import os
 import pathlib
+import tempfile
 import zipfile
 
 import jax
@@ -113,15 +114,20 @@ def numbers(arrays):
 def save(path, about, arrays):
   """Writes a file that `load` reads. arrays: {name: array}.
 
-  What was there stays until the new one is whole.
+  What was there stays until the new one is whole; nothing else is left.
   """
   text = json.dumps(dataclasses.asdict(about))
-  temporary = f'{path}.tmp'
-  with open(temporary, 'wb') as file:
-    np.savez(
-      file, **{ABOUT: np.array(text)}, **jax.tree.map(np.asarray, arrays)
-    )
-  os.replace(temporary, path)
+  held = {ABOUT: np.array(text)} | jax.tree.map(np.asarray, arrays)
+  path = pathlib.Path(path)
+  number, temporary = tempfile.mkstemp(prefix=f'{path.name}.', dir=path.parent)
+  try:
+    with open(number, 'wb') as file:
+      np.savez(file, **held)
+    os.chmod(temporary, 0o644)  # others may decode with it
+    os.replace(temporary, path)
+  except BaseException:
+    os.unlink(temporary)
+    raise
 
 
 def load(path, model, tokenizer):

@@ -240,7 +240,10 @@ def test_targets_of_prompt_tokens_are_a_plain_loop():
 
 
 @pytest.mark.fault(40)
-def test_a_file_holds_what_was_saved(made, tmp_path):
+def test_a_file_holds_what_was_saved(made, tmp_path, monkeypatch):
+  def full(file, **arrays):
+    raise OSError('the disk is full')
+
   model, _, _ = made
   about = heads.About('medusa', 0, (V, D, LAYERS), 'numbers', ((0.5, 0.2),))
   own = {n: x + 1 for n, x in heads.initial(2, D).items()}
@@ -249,6 +252,13 @@ def test_a_file_holds_what_was_saved(made, tmp_path):
   read, arrays = heads.load(path, model.config, 'numbers')
   assert read == about
   assert all((arrays[n] == own[n]).all() for n in own)
+  assert [p.name for p in tmp_path.iterdir()] == ['draft.npz']
+  before = path.read_bytes()
+  with monkeypatch.context() as patch, pytest.raises(OSError, match='full'):
+    patch.setattr(np, 'savez', full)
+    heads.save(path, about, own)
+  assert [p.name for p in tmp_path.iterdir()] == ['draft.npz']
+  assert path.read_bytes() == before
   with support.refused('another tokenizer', 'paraxis draft'):
     heads.load(path, model.config, 'other')
   wide = dataclasses.replace(model.config, vocab_size=13)

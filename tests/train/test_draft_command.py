@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from paraxis.models import decoder
 from paraxis.models.text import tokenizer
 from paraxis.train import cli
 from paraxis.train import draft
+from paraxis.train import draft_command
 from paraxis.train.data import corpus
 
 
@@ -154,6 +156,18 @@ def test_filters_of_what_is_no_masked_model(workdir, tmp_path, capsys):
 def test_what_cannot_be_trained(workdir, capsys, argv, words):
   code = cli.main(['draft', f'--checkpoint={workdir}', *argv])
   assert code == 2 and words in capsys.readouterr().err
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+  """A named pipe would wait for a reader; what is there stays as it is."""
+  pipe, file = tmp_path / 'pipe.npz', tmp_path / 'a.npz'
+  os.mkfifo(pipe)
+  file.write_bytes(b'before')
+  for path, words in ((pipe, 'a named pipe'), ('/dev/null', 'a device')):
+    with support.refused(f'--out={path} cannot be written', words):
+      draft_command._out(str(path))
+  assert draft_command._out(str(file)) == file
+  assert file.read_bytes() == b'before'
 
 
 @pytest.mark.parametrize(
