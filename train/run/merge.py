@@ -41,7 +41,8 @@ def write(runs, out, say=print, ema=False) -> None:
 
   Raises:
     UserError: the runs are of different architectures (all leaves that differ
-      are listed) or tokenizers, or the folder holds checkpoints.
+      are listed) or tokenizers, or the folder holds checkpoints or is in use.
+    IntegrityError: its run has lost its checkpoints.
   """
   from paraxis.sharding.checkpoint import store as store_lib  # starts slowly
 
@@ -54,6 +55,7 @@ def write(runs, out, say=print, ema=False) -> None:
   path = workdir_lib.prepare(out)
   if folders.steps(path / workdir_lib.CHECKPOINTS):
     raise errors.UserError(f'{path} has checkpoints: name another --out.')
+  workdir_lib.check_folder(path)
   leaves, meta = sources[0].saved()
   tree = {p: _average(sources, weights, p, leaf) for p, leaf in leaves.items()}
   config = sources[0].config()  # adapters are merged

@@ -139,6 +139,26 @@ def test_what_failed_is_begun_again(runs, tmp_path):
   assert origin_lib.Run(str(tmp_path / 'out')).about['step'] == 0
 
 
+@pytest.mark.parametrize('lost', [False, True])
+def test_a_folder_of_a_run_keeps_its_files(runs, tmp_path, lost):
+  """One that runs before its first save, or whose checkpoints are gone."""
+  held = None
+  if lost:
+    config = origin_lib.Run(runs[0][0]).config()
+    workdir_lib.write_config(tmp_path, config)
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n')
+  else:
+    held = workdir_lib.Lock(tmp_path)
+  before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+  with pytest.raises((errors.UserError, errors.IntegrityError)) as caught:
+    merge.write([(runs[0][0], 0.5), (runs[1][0], 0.5)], tmp_path, quiet)
+  words = 'has lost its checkpoints' if lost else 'in use by another run'
+  assert words in str(caught.value)
+  assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+  if held:
+    held.close()
+
+
 def test_other_architectures_are_listed(runs, tmp_path, capsys):
   one = runs[0][0]
   wide = saved(tmp_path / 'wide', 0, dict(d_ff=32))[0]
