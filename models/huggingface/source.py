@@ -258,14 +258,23 @@ class Source:
       bos=self._bos,
     )
 
-  def keep_tokenizer(self, file: pathlib.Path) -> None:
-    """Writes their tokenizer.json, and what a document begins with.
+  def keep_tokenizer(self, file: pathlib.Path, begun=False) -> None:
+    """Writes their tokenizer.json, what a document begins with, and beside it
+    their chat template, which train/data/chat.py looks for there.
+
+    begun: a run of theirs is in the folder. Else a template beside a tokenizer
+    is of other weights, which were read there before, and goes.
 
     Some are trained without the token that their files call its beginning:
     text.tokenizer.Tokenizer.begins_with.
     """
     bos = self.files.bos_token if self._bos is None else self._bos
     text, adds = self.files.tokenizer(), self.files.adds_bos
+    beside, stale = file.with_name(files_lib.TEMPLATE), file.exists()
+    if self.files.template:
+      tokenizer_lib.put(beside, self.files.template)
+    elif stale and not begun:
+      beside.unlink(missing_ok=True)
     tokenizer_lib.keep(text, file, bos, adds)
 
 

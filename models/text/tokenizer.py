@@ -105,17 +105,17 @@ def keep(text, file, bos: int | str | None = None, adds=None) -> None:
     bos: id or text that the files of its weights call so; None: none.
     adds: whether they say that a text begins with it; None: as `text` does.
   """
-  _put(file, text)
+  put(file, text)
   made, beside = Tokenizer(file), file.with_name(STATED)
   if (found := made.begins_with(bos, adds)) is None:
     beside.unlink(missing_ok=True)
   else:
     words = dict(bos_token=made.name_of(found), add_bos_token=True)
-    _put(beside, json.dumps(words) + '\n')
+    put(beside, json.dumps(words) + '\n')
 
 
-def _put(file, text):
-  """Whole or not at all: several processes may write the same."""
+def put(file, text):
+  """Writes a file whole or not at all: several processes may write the same."""
   temporary = file.with_suffix(f'.{os.getpid()}.tmp')
   temporary.write_text(text, encoding='utf-8')
   os.replace(temporary, file)

@@ -325,6 +325,34 @@ def test_an_import_that_failed_is_begun_again(exported, tmp_path, monkeypatch):
   assert origin_lib.Run(str(tmp_path / 'a')).about['step'] == 0
 
 
+def test_a_template_is_whole_and_of_these_weights(
+  exported, tmp_path, monkeypatch
+):
+  """Several processes write it, and read each other's; one of an import that
+  failed does not stay for weights that have none."""
+  folder, out = tmp_path / 'theirs', tmp_path / 'a'
+  shutil.copytree(exported, folder)
+  monkeypatch.setattr(store_lib.Store, 'preflight', full)
+  for text in ('one', 'another'):
+    (folder / files_lib.TEMPLATE).write_text(text)
+    with support.refused('disk is full'):
+      exchange.bring(str(folder), out, say=quiet)
+    assert (out / files_lib.TEMPLATE).read_text() == text
+    (tmp_path / text).hardlink_to(out / files_lib.TEMPLATE)
+  assert (tmp_path / 'one').read_text() == 'one'  # it was not written in place
+  with support.refused('disk is full'):
+    exchange.bring(str(exported), out, say=quiet)
+  assert not (out / files_lib.TEMPLATE).exists()
+  monkeypatch.undo()
+  # Where nothing of other weights was read it is somebody's own.
+  own = tmp_path / 'own'
+  own.mkdir()
+  (own / files_lib.TEMPLATE).write_text('mine')
+  exchange.bring(str(exported), own, say=quiet)
+  origin_lib.Foreign(str(exported)).configured(schema.Config(), own, quiet)
+  assert (own / files_lib.TEMPLATE).read_text() == 'mine'
+
+
 def test_licence_and_origin_travel(run, exported, tmp_path):
   """From a folder through an import to an export."""
   folder = tmp_path / 'theirs'

@@ -328,7 +328,7 @@ class Foreign:
     they have none, and the config none that fits; `flag` names one; the folder
     has a run of other weights.
     """
-    self._check_run(pathlib.Path(folder).resolve())
+    begun = self._check_run(pathlib.Path(folder).resolve())
     model = self._source.configured(config.model, say)
     data, text = config.data, self._source.files.tokenizer()
     file = pathlib.Path(folder).resolve() / files_lib.TOKENIZER
@@ -336,12 +336,9 @@ class Foreign:
       self._check_named(data.tokenizer, model.vocab_size, flag)
       say(f'data.tokenizer: {data.tokenizer}; {self.about["source"]} has none')
     elif data.tokenizer in ('', schema.Data().tokenizer, str(file)):
-      self._source.keep_tokenizer(file)
+      self._source.keep_tokenizer(file, begun)
       data = dataclasses.replace(data, tokenizer=str(file))
       say(f'data.tokenizer: the one of {self.about["source"]}')
-      if self.about['template']:  # train/data/chat.py looks for it there
-        beside = file.with_name(files_lib.TEMPLATE)
-        beside.write_text(self.about['template'], encoding='utf-8')
     else:
       self.about |= OTHER
     if self.about['licence']:
@@ -349,9 +346,9 @@ class Foreign:
     return dataclasses.replace(config, model=model, data=data)
 
   def _check_run(self, folder):
-    """UserError: a run is there whose tokenizer would be replaced."""
+    """Whether a run is there; UserError: its tokenizer would be replaced."""
     if not folders.steps(folder / workdir_lib.CHECKPOINTS):
-      return
+      return False
     with contextlib.suppress(errors.IntegrityError):  # what follows says it
       began = Run(f'{folder}')._meta.get('origin') or dict(source='no others')
       if began.get('sha256') != self.about['sha256']:
@@ -359,6 +356,7 @@ class Foreign:
           f'{folder} has a run of {began["source"]}, not of '
           f'{self.about["source"]}: leave out {FLAG} or take another --workdir.'
         )
+    return True
 
   def _check_named(self, name, rows, flag):
     """UserError: weights of so many rows cannot mean this tokenizer.
