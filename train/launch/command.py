@@ -141,9 +141,10 @@ def _launch(values, _, command):
   shares = _shares(values.processes, environ)
   workdir = _workdir(command)
   budget = supervisor.Budget(values.restarts, values.backoff)
+  before = supervisor.commits(workdir)  # --from_scratch is said of these
 
   def ranks():
-    again = budget.used and supervisor.committed(workdir) >= 0
+    again = budget.used and supervisor.commits(workdir) - before
     words = _resuming(command) if again else command
     given = values.processes, values.devices_per_process, words, shares
     return _ranks(place, *given)

@@ -193,19 +193,32 @@ class Budget:
     return min(self._backoff * 2**doubled, MOST_SECONDS)
 
 
+def commits(workdir) -> set[tuple[int, int]]:
+  """(step, inode) of every committed checkpoint, unverified.
+
+  A step that a new run commits again, the old one set aside, is another.
+  """
+  folder, found = pathlib.Path(workdir) / 'checkpoints', set()
+  for path in folder.glob('[0-9]*/manifest/metadata'):
+    name = path.parents[1].name
+    with contextlib.suppress(OSError):  # removed meanwhile
+      if name.isdecimal():
+        found.add((int(name), path.stat().st_ino))
+  return found
+
+
 def committed(workdir) -> int:
   """The newest step whose checkpoint is committed, unverified; -1: none."""
-  folder = pathlib.Path(workdir) / 'checkpoints'
-  found = folder.glob('[0-9]*/manifest/metadata')
-  names = [path.parents[1].name for path in found]
-  return max((int(name) for name in names if name.isdecimal()), default=-1)
+  return max((step for step, _ in commits(workdir)), default=-1)
 
 
 def last_step(workdir, begin: int) -> int:
   """The last step in metrics.jsonl after its byte `begin`; -1: none."""
   try:
     with open(pathlib.Path(workdir) / 'metrics.jsonl', 'rb') as file:
-      file.seek(max(begin, file.seek(0, os.SEEK_END) - _TAIL))
+      end = file.seek(0, os.SEEK_END)
+      begin = begin if begin <= end else 0  # a new run has set the old aside
+      file.seek(max(begin, end - _TAIL))
       lines = file.read().splitlines()
   except OSError:
     return -1

@@ -147,6 +147,25 @@ def test_a_restart_resumes_what_began_from_scratch(tmp_path, monkeypatch):
   flags = ['--from_scratch', f'--workdir={tmp_path}', '-from_scratch=true']
   assert cli.main(['launch', '--', 'train', *flags]) == 0
   assert [argv[4:] for argv in starts] == [flags, flags, [flags[1]]]
+  # Checkpoints that do not read, of before, are no commit of this run until
+  # they are set aside and one of its own is there, be it of the same step.
+  (tmp_path / 'checkpoints' / 'before-a').mkdir()
+  old = tmp_path / 'checkpoints' / '5'
+
+  def crashed(self):
+    starts.append(self._ranks()[0].argv)
+    self._budget.next(-1)
+    starts.append(self._ranks()[0].argv)
+    old.rename(tmp_path / 'checkpoints' / 'before-a' / '5')
+    (old / 'manifest').mkdir(parents=True)
+    (old / 'manifest' / 'metadata').write_text('{}')
+    starts.append(self._ranks()[0].argv)
+    return 0
+
+  starts.clear()
+  monkeypatch.setattr(supervisor.Supervisor, 'run', crashed)
+  assert cli.main(['launch', '--', 'train', *flags]) == 0
+  assert [argv[4:] for argv in starts] == [flags, flags, [flags[1]]]
   # Of another run: the first start says so.
   starts.clear()
   monkeypatch.setattr(

@@ -328,4 +328,7 @@ def test_steps_of_a_workdir(gang):
   file.write_text('{"step": 9}\n{"step": 10}\nnull\n{"st')
   assert supervisor.last_step(gang.workdir, 0) == 10
   # What an earlier start wrote is not the last step of this one.
-  assert supervisor.last_step(gang.workdir, file.stat().st_size) == -1
+  size = file.stat().st_size
+  assert supervisor.last_step(gang.workdir, size) == -1
+  file.write_text('{"step": 1}\n')  # of a run that set the old file aside
+  assert supervisor.last_step(gang.workdir, size) == 1
