@@ -101,13 +101,16 @@ def test_optimizer_afresh_unless_asked(tiny, first):
       assert same == asked and (asked or not np.any(flat[path]))
 
 
-def test_a_rule_with_a_schedule_in_its_state_begins_anew(tiny, tmp_path):
-  rule = QUICK | {'optimizer.name': 'prodigy', 'optimizer.learning_rate': 1.0}
+@pytest.mark.parametrize('name, rate', [('prodigy', 1.0), ('ademamix', 1e-3)])
+def test_a_rule_with_a_schedule_in_its_state_begins_anew(
+  tiny, tmp_path, name, rate
+):
+  rule = QUICK | {'optimizer.name': name, 'optimizer.learning_rate': rate}
   tiny.run(tmp_path, rule)
   source, _ = _opened(tmp_path, optimizer=True)
   job = tiny.job(rule)
   like = state_lib.in_order(state_lib.flatten(job.state), job.leaves)
-  with support.refused('--init_optimizer', 'prodigy', 'schedule'):
+  with support.refused('--init_optimizer', name, 'schedule'):
     start.begin(job, source, like, lambda line: None)
 
 

@@ -13,7 +13,8 @@ from paraxis.models import trained
 TAKEN, NEW, LEFT, MERGED = 'taken', 'new', 'left out', 'merged into its matrix'
 BOTH = 'new, its own left out'  # both have it, and it is not taken
 BEGINS = 'begins as the parameters'
-SCHEDULED = ('prodigy', 'schedule_free')  # rules with a step of their own
+# Rules whose rate or ramps follow a count in their state.
+SCHEDULED = ('prodigy', 'schedule_free', 'ademamix')
 # Folders of leaves that are copies of parameters in a new run: averages, what
 # replicas have of their own (train/steps/outer.py), and the points of update
 # rules (train/updates/update_rules.py).
