@@ -40,6 +40,7 @@ class Recorder:
   def resume(self, cursor):
     """Continues at the cursor of a checkpoint, {} at the start."""
     self._pending = self._unwritten = None
+    self.writers.back(cursor.get('step', 0))
     self._since, self.streak, self.spiked = {}, 0, 0
     self.skips = [list(pair) for pair in cursor.get('skips', [])]
     found = cursor.get('spike', {})

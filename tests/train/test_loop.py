@@ -199,6 +199,15 @@ def test_an_evaluation_that_a_signal_cut_off_is_made_up_for(tiny, tmp_path):
   assert missed() == []
 
 
+def test_rows_that_no_checkpoint_has_do_not_count(whole, tiny, tmp_path):
+  """Of steps that a kill took back, and that do not come again."""
+  run = shutil.copytree(whole[0], tmp_path / 'run')
+  with open(run / metrics.FILE, 'a') as file:
+    file.write('{"step": 7, "train/loss": 9.0}\n')
+  tiny.run(run)
+  assert list(metrics.read(run)) == [1, 2, 3, 4, 5, 6]
+
+
 def _poisoned(leaf, steps):
   """step.make whose gradient of `leaf` is NaN at `steps` (from 0)."""
 

@@ -44,6 +44,7 @@ GRACE_SECONDS = 5.0  # that peers of a dead process have for their last lines
 _WHY = 'paraxis: '  # begins the line by which a command ends in failure
 _WRITING = threading.Lock()
 _FINE = errors.EXIT_OK, errors.EXIT_PREEMPTED
+_BACK = 'run/back'  # of metrics.BACK; that file imports jax
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last row
 # Bound before a fork, after which a child may do little.
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == 'linux' else None
@@ -224,7 +225,9 @@ def last_step(workdir, begin: int) -> int:
     return -1
   for line in reversed(lines):
     try:
-      return int(json.loads(line)['step'])
+      row = json.loads(line)
+      if _BACK not in row:
+        return int(row['step'])
     except (ValueError, TypeError, KeyError, RecursionError):
       continue  # cut short by the kill
   return -1

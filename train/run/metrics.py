@@ -1,7 +1,9 @@
 """Logging of a run: metrics.jsonl always, the terminal, other loggers.
 
 A line of metrics.jsonl is {"step": n, "train/loss": x, ...}. A resumed run
-appends; where a step occurs twice, the last value counts (`read` does so).
+appends; where a step occurs twice, the last value counts. One that goes back
+says so, {"step": n, "run/back": n}: rows of later steps that stand before it
+are of a path that it left (`read` does both).
 """
 
 import contextlib
@@ -25,12 +27,14 @@ from paraxis.configs.base import errors
 from paraxis.configs.base import plain_files
 
 FILE = 'metrics.jsonl'
+BACK = 'run/back'  # the run went back to this step, whose row it is
 WANDB_ID = 'wandb_id'
 CURVES = 'train/', 'eval/', 'perf/'  # of which every value is one number
 
 
 def read(workdir, say=None):
-  """{step: {name: value}} of a workdir, the last value of a step counting.
+  """{step: {name: value}} of a workdir, the last value of a step counting,
+  without steps that the run left behind.
 
   A damaged line is left out: one that a kill cut short, whose step runs again,
   or what a power cut left of a file. say: is called with how many, if any.
@@ -51,7 +55,9 @@ def read(workdir, say=None):
       known &= all(_plain(x, n.startswith(CURVES)) for n, x in row.items())
     except (ValueError, TypeError, AttributeError, KeyError):
       known = False
-    if known:
+    if known and BACK in row:
+      out = {at: values for at, values in out.items() if at <= step}
+    elif known:
       out.setdefault(step, {}).update(row)
     elif line.strip():
       damaged += 1
@@ -108,7 +114,7 @@ class Writers(contextlib.AbstractContextManager):
       train: schema.Train. config: schema.Config.
       about: the screen that the run began with. say: prints one line.
     """
-    self._board = self._wandb = None
+    self._workdir, self._board, self._wandb = workdir, None, None
     self._file: Any = None  # descriptor
     self._unwritten, self._full, self._say = b'', False, say
     if jax.process_index():
@@ -138,18 +144,32 @@ class Writers(contextlib.AbstractContextManager):
     """One row; numbers that are not finite become null in the file."""
     if self._file is None:
       return
-    row: dict[str, Any] = {'step': int(step)}
+    row: dict[str, Any] = {}
     for name, v in values.items():
       plain = isinstance(v, int | list) or math.isfinite(v)
       row[name] = v if plain else None
     values = {n: v for n, v in values.items() if not isinstance(v, list)}
-    self._unwritten += json.dumps(row).encode() + b'\n'
-    self._write()
+    self._append(step, row)
     if self._board:
       for name, v in values.items():
         self._board.add_scalar(name, v, step)
     if self._wandb:
       self._wandb.log(values, step=step)
+
+  def back(self, step):
+    """The run continues after `step`: rows of later ones no longer count.
+
+    Nothing is written where there are none.
+    """
+    if self._file is None:
+      return
+    later = any(at > step for at in read(self._workdir))
+    if later or self._unwritten.strip():
+      self._append(step, {BACK: int(step)})
+
+  def _append(self, step, row):
+    self._unwritten += json.dumps({'step': int(step)} | row).encode() + b'\n'
+    self._write()
 
   def _write(self):
     """Appends what is not yet in the file; reports a disk that is full."""

@@ -332,3 +332,5 @@ def test_steps_of_a_workdir(gang):
   assert supervisor.last_step(gang.workdir, size) == -1
   file.write_text('{"step": 1}\n')  # of a run that set the old file aside
   assert supervisor.last_step(gang.workdir, size) == 1
+  file.write_text('{"step": 1}\n{"step": 0, "run/back": 0}\n')  # no step
+  assert supervisor.last_step(gang.workdir, 0) == 1

@@ -43,6 +43,25 @@ def test_rows_are_appended_and_the_last_value_of_a_step_counts(tmp_path):
   assert len(lines) == 5 and json.loads(lines[0]) == {'step': 1, 'a': 1, 'b': 1}
 
 
+def test_rows_of_a_path_that_was_left_do_not_count(tmp_path):
+  """Nor is a line written where there are none."""
+  _write(tmp_path, [(s, {'a': 1.0 * s}) for s in range(1, 6)])
+  whole = (tmp_path / metrics.FILE).read_bytes()
+  config = schema.Config()
+  with metrics.Writers(tmp_path, config.train, config) as writers:
+    writers.back(5)
+    assert (tmp_path / metrics.FILE).read_bytes() == whole
+    writers.back(2)
+    writers.back(2)
+    writers.write(3, {'a': 7.0})
+    assert metrics.read(tmp_path) == {1: {'a': 1}, 2: {'a': 2}, 3: {'a': 7}}
+    writers.back(0)
+  assert metrics.read(tmp_path) == {}
+  lines = (tmp_path / metrics.FILE).read_text().splitlines()
+  backs = [json.loads(line) for line in lines if metrics.BACK in line]
+  assert backs == [{'step': s, metrics.BACK: s} for s in (2, 0)]
+
+
 def test_numbers_survive_bit_for_bit(tmp_path):
   values = [0.1 + 0.2, math.pi * 1e-30, 5.569748878479004]
   _write(tmp_path, [(i, {'x': v}) for i, v in enumerate(values)])

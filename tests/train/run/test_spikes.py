@@ -80,7 +80,8 @@ def test_a_spike_begins_with_its_row(tiny, known):
   """Whatever lies within the row; an older cursor does not say where."""
   job, said = tiny.job(CHANGES), []
   progress = types.SimpleNamespace(say=said.append)
-  recorder = recorder_lib.Recorder(job, None, progress, (), None)
+  writers = types.SimpleNamespace(back=lambda step: None)
+  recorder = recorder_lib.Recorder(job, writers, progress, (), None)
   detector = spikes.Detector(job.config.train.spike)
   for step, loss in enumerate([2.0, 2.1, 2.2, 9.0, np.nan, np.inf, 9.0], 1):
     assert detector.seen(step, loss) == (step == 7)
@@ -177,6 +178,8 @@ def test_the_run_goes_back_and_leaves_the_batches_out(tiny, rolled, tmp_path):
     'batches up to step 8'
   ]
   assert _cursor(workdir, 12)['skips'] == [[6, 2]]
+  lines = (workdir / metrics.FILE).read_text().splitlines()
+  assert lines.count('{"step": 6, "run/back": 6}') == 1
   rows = metrics.read(workdir)
   assert max(row['train/loss'] for row in rows.values()) < 7
   # The reference: the same steps, given the batches by hand.
