@@ -90,7 +90,7 @@ def attend(how, q, k, v, positions, segments, plan):
   positions, segments = apart(positions)[0], apart(segments)[0]
   length = positions.shape[1] * (plan.n if plan else 1)
   order = how.order(positions)
-  own = slots.chunks(segments, positions, how.block, length)
+  own = slots.chunks(segments, positions, how.block, length, 'model.block')
 
   def run(mask, q, k, v, segments, before=0):
     if plan:

@@ -63,21 +63,22 @@ class How(NamedTuple):
     return positions // (self.block or 1)
 
 
-def chunks(segments, positions, chunk, length):
+def chunks(segments, positions, chunk, length, option='model.attention_chunk'):
   """Ids as of segments: of the chunks of every document; 0: padding.
 
   Args:
     segments, positions: (B, T) int32. chunk: 0: segments stay as they are.
     length: tokens of a whole row, or slots. A row has no more segments.
+    option: that gives `chunk`, for the error.
   """
   if not chunk:
     return segments
   every = np.iinfo(np.int32).max // (length + 1)  # ids of a document
   if length > every * chunk:
     raise errors.UserError(
-      f'model.attention_chunk={chunk}: a row of {length} tokens may have '
-      f'{length} documents of {-(-length // chunk)} chunks, more than int32 '
-      'counts; take longer chunks or shorter rows.'
+      f'{option}={chunk}: a row of {length} tokens may have {length} documents '
+      f'of {-(-length // chunk)} chunks, more than int32 counts; take longer '
+      'chunks or shorter rows.'
     )
   return jnp.where(segments > 0, segments * every + positions // chunk, 0)
 

@@ -5,6 +5,7 @@ Legend: B rows, T tokens, V vocabulary.
 """
 
 import dataclasses
+import types
 
 import jax
 import module_cases
@@ -20,6 +21,8 @@ from paraxis.models import decoder
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import packed as packed_lib
 from paraxis.models.mixers import pairs
+from paraxis.models.mixers import slots
+from paraxis.pallas_kernels.attention import op as attention_op
 
 pytestmark = pytest.mark.usefixtures('float64')
 
@@ -173,6 +176,13 @@ def test_a_pair_of_rows_is_every_block_behind_clean_ones(shift):
     if shift and want.shape[1] == 5:  # it predicts the next block's first token
       want[:, -1] = clean[:, -1]
     np.testing.assert_allclose(found[:, first : first + 5], want, atol=1e-12)
+
+
+def test_rows_of_too_many_blocks_are_refused():
+  x, at = np.ones((2, 1, 1, 4)), np.ones((2, 1), np.int32)
+  how = slots.How(attention_op.Mask(), 'auto', block=64)
+  with support.refused('model.block=64', '1048576 documents of 16384'):
+    pairs.attend(how, x, x, x, at, at, types.SimpleNamespace(n=2**20))
 
 
 def test_a_pair_without_its_clean_row_is_another_one(monkeypatch):
