@@ -171,8 +171,10 @@ def _check_reached(trained, learned):
     )
 
 
-def _obstacle(leaf):
+def _obstacle(path, leaf):
   """Why a leaf (of models/skeleton.py) can have no adapter; '': it can."""
+  if path.endswith(parameter.OWN_ADAPTERS):
+    return 'it is an adapter itself, part of the model'
   if leaf.kind != 'matrix':
     return 'it is no matrix of a product'
   if {'experts', 'choices'}.intersection(leaf.axes):
@@ -183,8 +185,8 @@ def _obstacle(leaf):
 def targets(trained, leaves):
   """frozenset of the paths of matrices that get adapters.
 
-  A pattern with a `*` passes over what is no matrix; without targets, over the
-  small matrices beside experts, too.
+  A pattern with a `*` passes over what is no matrix; without targets, over what
+  can have no adapter and the small matrices beside experts, too.
 
   Args:
     trained: `Trained`. leaves: {path: Leaf} of the base (models/skeleton.py).
@@ -194,7 +196,7 @@ def targets(trained, leaves):
   """
   if not trained.rank:
     return frozenset()
-  why = {path: _obstacle(leaf) for path, leaf in leaves.items()}
+  why = {path: _obstacle(path, leaf) for path, leaf in leaves.items()}
   if not trained.targets:
     # What every device holds ('norm') weighs experts.
     mine = lambda path: not why[path] and leaves[path].axes[0] != 'norm'

@@ -64,6 +64,8 @@ LEAVES = {
   'layers/moe/mix': Leaf(('norm', None), 'matrix'),
   'layers/moe/up': Leaf(('experts', 'expert_embed', 'expert_mlp'), 'matrix'),
   'layers/mamba/value_conv': Leaf((None, 'mlp'), 'embedding'),
+  'layers/hybrid/up_adapter_a': Leaf(('embed', None), 'matrix'),
+  'layers/hybrid/up_adapter_b': Leaf((None, 'mlp'), 'matrix'),
 }
 MLP = ('layers/mlp/down', 'layers/mlp/up')
 
@@ -93,6 +95,7 @@ def test_what_gets_an_adapter(text, wanted):
     ('layers/moe/u*', ('layers/moe/up', 'experts')),
     ('layers/attention/query_bias', ('layers/attention/query_bias', 'matrix')),
     ('*conv', ('layers/mamba/value_conv', 'matrix')),
+    ('*/up_adapter_b', ('layers/hybrid/up_adapter_b', 'part of the model')),
   ],
 )
 def test_what_can_have_none(text, words):
