@@ -44,8 +44,7 @@ def choose(s_BTE, config, bias_E=None):
   _, ids = jax.lax.top_k(choice, config.top_k)
   mix = jnp.take_along_axis(s_BTE, ids, -1)
   if config.normalise:
-    # Sigmoids of one token may all be 0 in float32.
-    mix = mix / (mix.sum(-1, keepdims=True) + config.sum_epsilon)
+    mix = _quotient(mix, mix.sum(-1, keepdims=True) + config.sum_epsilon)
   return ids, mix * config.scale
 
 
@@ -60,7 +59,19 @@ def _in_groups(choice_BTE, config):
 
 def probabilities(s_BTE, kind):
   """s_BTE as a distribution over experts."""
-  return s_BTE if kind == 'softmax' else s_BTE / s_BTE.sum(-1, keepdims=True)
+  if kind == 'softmax':
+    return s_BTE
+  return _quotient(s_BTE, s_BTE.sum(-1, keepdims=True))
+
+
+def _quotient(s, total):
+  """s / total; 0 where all sigmoids of a token are 0 in float32.
+
+  Where they are tiny, a derivative would have the square of their sum, which is
+  0: both are then larger by a power of two, which changes no bit of the result.
+  """
+  scale = jnp.where(total < 1e-15, 2.0**100, 1.0).astype(total.dtype)
+  return s * scale / jnp.where(total == 0, 1, total * scale)
 
 
 def counts(ids_BTK, valid_BT, experts):

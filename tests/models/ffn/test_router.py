@@ -71,6 +71,44 @@ def test_sigmoids_that_are_all_zero_are_no_nan():
   assert (mix == 0).all()
 
 
+def weighed(z, epsilon):
+  """(weights of two of four experts, all probabilities) of sigmoids."""
+  c = model_schema.Experts(count=4, sum_epsilon=epsilon)
+  s = router.scores(z, 'sigmoid')
+  return router.choose(s, c)[1], router.probabilities(s, 'sigmoid')
+
+
+@pytest.mark.parametrize('epsilon', [0.0, 1e-20])
+@pytest.mark.parametrize('level', [-45, -60, -90])
+def test_tiny_sigmoids_have_the_gradients_of_float64(level, epsilon):
+  """Squares of their sums are 0 in float32; at -90 so are they."""
+
+  def value(z):
+    return sum(
+      (x * jnp.arange(1, 1 + x.size)).sum() for x in weighed(z, epsilon)
+    )
+
+  run = jax.jit(jax.value_and_grad(value))
+  z = level + np.array([[[0.5, 0, 1.5, 1]]])
+  found, wanted = run(z.astype('f4')), run(z)
+  if level == -90:
+    wanted = jax.tree.map(np.zeros_like, wanted)
+  else:
+    assert np.abs(wanted[1]).max() > 1e-8
+  for a, b in zip(found, wanted, strict=True):
+    assert a.dtype == np.float32
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-12)
+
+
+def test_quotients_of_other_sigmoids_are_bitwise_plain():
+  z = 4 * np.random.default_rng(0).normal(size=(64, 8, 4)).astype('f4')
+  s = np.asarray(router.scores(z, 'sigmoid'))
+  top = np.sort(s, -1)[..., :1:-1]
+  plain = lambda x: x / x.sum(-1, keepdims=True)
+  for x, want in zip(weighed(z, 0.0), (top, s), strict=True):
+    np.testing.assert_array_equal(x, jax.jit(plain)(want))
+
+
 def example():
   """(logits, probabilities, valid, ids)."""
   z = logits()
