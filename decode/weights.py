@@ -36,7 +36,9 @@ def prepare(model, params, config):
       out[p] = jax.vmap(make)(v)  # of a layer
     else:
       # Routers, their biases and counts: rounded they would choose others.
+      # Taps: convolutions multiply by them in at least float32.
       kept = model.kinds[p] == 'vector' or 'choices' in model.axes[p]
+      kept |= p in model.taps
       out[p] = v if kept else v.astype(dtype)
   return model.unstack(out)
 

@@ -46,6 +46,7 @@ class Decoder:
     kinds: path -> 'matrix', 'embedding', 'vector', or, not learned,
       'statistic', 'balance' (models/ffn/moe.py).
     inputs: path -> contracted dimensions of a matrix, without 'layers'.
+    taps: paths of taps of convolutions (parameter.taps).
     trained: models.trained.Trained.
     frozen: paths that a run does not learn (models/trained.py).
     side: models.side.Side beside frozen layers, or None.
@@ -83,6 +84,8 @@ class Decoder:
     }
     self.kinds = {p: leaf.kind for p, leaf in leaves.items()}
     self.inputs = {p: leaf.inputs for p, leaf in leaves.items()}
+    is_taps = lambda leaf: leaf.variable.get_metadata('taps', False)
+    self.taps = frozenset(p for p, leaf in leaves.items() if is_taps(leaf))
     self.frozen = trained_lib.frozen(trained, self.kinds)
 
   def init(self, key: jax.Array) -> dict[str, jax.Array]:

@@ -105,6 +105,14 @@ def embedding(rngs, shape, axes, std):
   return nnx.Param(value, axes=axes, kind='embedding', inputs=1)
 
 
+def taps(rngs, width, shape, axes):
+  """Taps of a causal convolution, each a row: no matrix, for its weights are
+  those of separate channels. Updated by Adam, with weight decay."""
+  out = embedding(rngs, (width, *shape), (None, *axes), width**-0.5)
+  out.set_metadata(taps=True)
+  return out
+
+
 def vector(shape, axes, fill=0.0):
   """A scale or a bias, constant at the start and without weight decay."""
   return nnx.Param(jnp.full(shape, fill), axes=axes, kind='vector', inputs=0)

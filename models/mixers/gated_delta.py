@@ -63,10 +63,7 @@ class GatedDelta(mixer.Mixer):
     make = functools.partial(parameter.matrix, rngs, std=config.init_std)
     for name, shape in zip(INPUTS, ((g, k), (g, k), (n, v)), strict=True):
       setattr(self, name, make((d, *shape), ('embed', *heads)))
-      # No matrix: its taps are those of separate channels.
-      taps = parameter.embedding(
-        rngs, (width, *shape), (None, *heads), width**-0.5
-      )
+      taps = parameter.taps(rngs, width, shape, heads)
       setattr(self, f'{name}_conv', taps)
     self.output_gate = make((d, n, v), ('embed', *heads))
     self.step = make((d, n), ('embed', 'heads'))

@@ -61,11 +61,7 @@ class GatedLinear(mixer.Mixer):
     self.output = make((n, v, d), (*heads, 'embed'), inputs=2, gain=gain)
     if own.conv_width:
       for name, wide in (('query', k), ('key', k), ('value', v)):
-        # No matrix: its taps are those of separate channels.
-        taps = parameter.embedding(
-          rngs, (own.conv_width, n, wide), (None, *heads),
-          own.conv_width**-0.5,
-        )  # fmt: skip
+        taps = parameter.taps(rngs, own.conv_width, (n, wide), heads)
         setattr(self, f'{name}_conv', taps)
 
   def __call__(self, x_BTD, see, state=None):

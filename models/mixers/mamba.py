@@ -80,9 +80,7 @@ def _step_bias(rngs, config, shape, axes):
 
 
 def _taps(rngs, config, shape, axes):
-  """Taps of a convolution: by Adam, with weight decay, never by Muon."""
-  width = config.mamba.conv_width
-  return parameter.embedding(rngs, (width, *shape), (None, *axes), width**-0.5)
+  return parameter.taps(rngs, config.mamba.conv_width, shape, axes)
 
 
 class _Mamba(mixer.Mixer):

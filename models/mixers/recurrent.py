@@ -78,11 +78,8 @@ class Recurrent(mixer.Mixer):
     h = d // n
     self.input = parameter.matrix(rngs, (d, n, h), HEADS, std=std)
     self.output_gate = parameter.matrix(rngs, (d, n, h), HEADS, std=std)
-    # Neither is one matrix: they hold rows of separate channels, and of heads.
-    self.taps = parameter.embedding(
-      rngs, (own.conv_width, n, h), (None, *HEADS[1:]), own.conv_width**-0.5
-    )
-    for i in range(3):
+    self.taps = parameter.taps(rngs, own.conv_width, (n, h), HEADS[1:])
+    for i in range(3):  # no matrix: blocks of heads
       block = parameter.embedding(
         rngs, (n, h, h), ('heads', None, 'head_dim'), h**-0.5
       )

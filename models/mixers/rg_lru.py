@@ -79,11 +79,8 @@ class RgLru(mixer.Mixer):
     make = functools.partial(parameter.matrix, rngs, std=config.init_std)
     self.value = make((d, n, h), HEADS)
     self.output_gate = make((d, n, h), HEADS)
-    # Neither is one matrix: they hold taps of channels, and blocks of heads.
-    self.taps = parameter.embedding(
-      rngs, (width, n, h), (None, *axes), width**-0.5
-    )
-    for name in GATES:
+    self.taps = parameter.taps(rngs, width, (n, h), axes)
+    for name in GATES:  # no matrix: blocks of heads
       block = parameter.embedding(
         rngs, (n, h, h), ('heads', None, 'head_dim'), h**-0.5
       )

@@ -32,10 +32,7 @@ class ShortConv(mixer.Mixer):
     make = functools.partial(parameter.matrix, rngs, std=config.init_std)
     for name in INPUTS:
       setattr(self, name, make((d, d), ('embed', 'mlp')))
-    # No matrix: its taps are those of separate channels.
-    self.conv = parameter.embedding(
-      rngs, (width, d), (None, 'mlp'), width**-0.5
-    )
+    self.conv = parameter.taps(rngs, width, (d,), ('mlp',))
     gain = (2 * config.num_layers) ** -0.5
     self.output = make((d, d), ('mlp', 'embed'), gain=gain)
 

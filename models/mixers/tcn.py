@@ -84,10 +84,7 @@ class ConvolutionAttention(mixer.Mixer):
     down = dict(gain=(2 * config.num_layers) ** -0.5)
     self.channels = make((d, d), ('embed', 'mlp'))
     for i in range(own.depth):
-      # Updated by Adam, with weight decay, never by Muon.
-      taps = parameter.embedding(
-        rngs, (own.kernel, d), (None, 'mlp'), own.kernel**-0.5
-      )
+      taps = parameter.taps(rngs, own.kernel, (d,), ('mlp',))
       setattr(self, f'taps_{i}', taps)
     self.mixed = make((d, d), ('mlp', 'embed'))
     self.shared = make((d, own.key_dim), ('embed', None))

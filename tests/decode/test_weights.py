@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,52 @@ def test_routers_choose_as_in_training(leaf, weight):
     wanted = np.asarray(jax.jit(whole)(params))
   far = np.abs(found - wanted).max(-1) / np.abs(wanted).max()
   assert far.max() < 0.05, far
+
+
+def test_convolutions_are_those_of_training():
+  """In bfloat16, by a difference of taps that it has no digits for: of a token
+  that is repeated, 1 + 1 / 300 times what it was less what it was."""
+  built, params = made(
+    dtype='bfloat16', param_dtype='float32', pattern='V', num_layers=1
+  )
+  model, conv, output = (
+    built.model,
+    *(f'layers/short_conv/{name}' for name in ('conv', 'output')),
+  )
+  params[conv] = (0 * params[conv]).at[:, :2].set([[1 + 1 / 300], [-1]])
+  params[output] = 300 * params[output]
+  ids = np.random.default_rng(0).integers(0, 264, (8, 1)).astype('i4')
+  ids = np.repeat(ids, 8, 1)
+  ones = np.ones_like(ids)
+  data = batch_lib.Batch(ids, None, ones, np.cumsum(ones, 1) - 1, None, 1.0)
+
+  def both(params, tokens, lengths):
+    loose = weights.prepare(model, params, schema.Decode())
+    x, _ = step.prefill(model, loose, tokens, lengths, 16)
+    y, _ = model.features(params, data)
+    return model.logits(loose, x), model.logits(params, y)
+
+  with build.use(built):
+    placed = step.place(ids.tolist(), 8, built.mesh)[1]
+    found, wanted = jax.jit(both)(params, step.put(ids, built.mesh), placed)
+  far = np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)
+  assert far.max() < 0.05, far
+
+
+@pytest.mark.parametrize('pattern, mixers', [('VMSGDURLC', 9), ('HF', 1)])
+def test_taps_stay_as_they_are(pattern, mixers):
+  built, params = made(
+    dtype='bfloat16', param_dtype='float32', pattern=pattern,
+    num_layers=len(pattern), mamba=dict(head_dim=16, state=8),
+    gated_linear=dict(conv_width=4), recurrent=dict(heads=4),
+  )  # fmt: skip
+  taps = re.compile(r'/(\w*conv|taps|taps_\d+)$').search
+  assert len({p.split('/')[1] for p in params if taps(p)}) == mixers
+  config = schema.Decode()
+  prepare = functools.partial(weights.prepare, built.model, config=config)
+  kept = jax.eval_shape(prepare, params)
+  narrow = {p for p, x in kept.items() if x.dtype == jnp.bfloat16}
+  assert narrow and not any(map(taps, narrow))
 
 
 def nbytes(tree):
