@@ -8,8 +8,8 @@ gradient of the loss is that of its value, scaled, subtracted or perturbed.
 Inside a layer every array has one more, first axis, the parts of the devices:
 one in a manual region; on an explicit mesh one for each device, laid out over
 all of them (`annotate.everywhere`). Parts are disjoint, and terms are divided
-by the denominator of the step, so sums over parts, layers and microbatches are
-the numbers of the whole step. `whole` adds up the parts, after the last layer:
+by the tokens of the step, so sums over parts, layers and microbatches are the
+numbers of the whole step. `whole` adds up the parts, after the last layer:
 one message for all layers.
 
     part        in a layer          add, select, stacked   over layers of a unit

@@ -21,6 +21,8 @@ class Batch(NamedTuple):
                a row, zeros where it has none; C is model.features.
   draw:        () int32, or None: a key of the step, which models draw from
                (models/recurrent_depth.py).
+  valid:       () float32, or None: tokens of the whole step without padding;
+               None: each is a target with loss, as the denominator counts them.
   """
 
   tokens: Any
@@ -31,11 +33,17 @@ class Batch(NamedTuple):
   denominator: Any
   features: Any = None
   draw: Any = None
+  valid: Any = None
 
   @property
   def axes(self):
     """A Batch of each array's logical axes; None where there is no array."""
     rows = (None,) * (self.tokens.ndim - 2) + ('batch', 'length')
     frames = None if self.features is None else (*rows, None)
-    draw = None if self.draw is None else ()
-    return Batch(*[rows] * 5, denominator=(), features=frames, draw=draw)
+    whole = {k: None if x is None else () for k, x in self.whole.items()}
+    return Batch(*[rows] * 5, features=frames, **whole)
+
+  @property
+  def whole(self):
+    """{name: scalar of the whole step, the same whatever rows are here}."""
+    return dict(denominator=self.denominator, draw=self.draw, valid=self.valid)

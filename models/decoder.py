@@ -168,9 +168,12 @@ class Decoder:
       rotations = rope.rotations(
         config, self.pattern, batch.positions, jnp.dtype(config.dtype)
       )
+    tokens = batch.denominator if batch.valid is None else batch.valid
+    if self.pairs and tokens is not None:
+      tokens = 2 * tokens  # of both rows of a pair
     return attention.Visibility(
       batch.segments, batch.positions, rotations=rotations, valid=valid,
-      denominator=batch.denominator, pairs=() if self.pairs else None,
+      denominator=tokens, pairs=() if self.pairs else None,
     )  # fmt: skip
 
   def _rows(self, batch):

@@ -108,7 +108,10 @@ class Program:
     draw = None
     if objectives.drawn(config) is not None:
       draw = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
-    return batch_lib.Batch(ids, ids, ids, ids, weights, one, draw=draw)
+    valid = None if config.data.loss_on == 'all' else one
+    return batch_lib.Batch(
+      ids, ids, ids, ids, weights, one, draw=draw, valid=valid
+    )
 
   def local_rows(self, rows: int) -> tuple[int, int]:
     """(lo, hi): the rows of a batch axis that this process's devices hold."""

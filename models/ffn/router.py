@@ -14,8 +14,8 @@ experts have the highest sum of s + bias (DeepSeek-V3, arXiv:2412.19437, section
 
 f has no gradient, so it may be counted over more tokens than P (balance_scope;
 arXiv:2501.11873: over the whole batch, so that experts may specialise). Both
-terms are divided by the loss's own denominator, so sums over shards and
-microbatches are the terms of the whole step (models/aux.py).
+terms are divided by the tokens of the whole step, with loss or without, so sums
+over shards and microbatches are the terms of the whole step (models/aux.py).
 
 Legend: B rows, T tokens, E experts, K choices.
 """

@@ -54,7 +54,7 @@ class Visibility(NamedTuple):
   plan: packed.Plan of a step of decoding, or None.
   rotations: layer kind -> (cos, sin) of the positions, (B, T, 1, H / 2).
   valid: (B, T) bool, a token and no padding, sharded as residuals are.
-  denominator: () targets of the whole step (models/batch.py).
+  denominator: () tokens of the whole step, of all rows that are read.
   embedded: x_BTD before the first layer, where layers read it again.
   pairs: () where rows are pairs, of masks and without (pairs.py), or None.
   """

@@ -178,6 +178,25 @@ def test_a_pair_of_rows_is_every_block_behind_clean_ones(shift):
     np.testing.assert_allclose(found[:, first : first + 5], want, atol=1e-12)
 
 
+def test_terms_of_experts_are_means_over_both_rows_of_a_pair():
+  """Without a mask both are the row, and so are their means."""
+  experts = dict(count=4, d_ff=8, balance=0.3, router_z=0.2)
+  fields = SMALL | FORMS['block'] | dict(mask_id=MASK, experts=experts)
+  config = schema.view(dict(model=fields)).model
+  plain, paired = decoder.Decoder(config), decoder.Decoder(config, pairs=True)
+  params = module_cases.parameters(plain, 0.4)
+  ids = np.random.default_rng(2).integers(0, MASK, (2, 18))
+  ones, at = np.ones_like(ids), np.broadcast_to(np.arange(18), ids.shape)
+  batch = batch_lib.Batch(ids, None, ones, at, None, np.float64(36))
+
+  def terms(model):
+    return jax.jit(model.features)(params, batch)[1].terms
+
+  wanted = terms(plain)
+  assert wanted.keys() == {'balance', 'z'} and min(wanted.values()) > 1e-3
+  support.close(terms(paired), wanted)
+
+
 def test_rows_of_too_many_blocks_are_refused():
   x, at = np.ones((2, 1, 1, 4)), np.ones((2, 1), np.int32)
   how = slots.How(attention_op.Mask(), 'auto', block=64)

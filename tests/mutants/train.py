@@ -46,7 +46,7 @@ TABLE = [
   Mutation(
     'denominator_of_a_microbatch',
     'train/steps/gradients.py',
-    '*found, grads = one(rows._replace(**step))',
+    '*found, grads = one(rows._replace(**batch.whole))',
     '*found, grads = one(rows._replace(denominator=rows.weights.sum()))',
     'the loss is a mean of means of microbatches',
     _GRADIENT + '[one device]',

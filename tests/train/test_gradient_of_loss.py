@@ -74,7 +74,8 @@ def made(case):
   weights = batch.weights * rng.integers(0, 3, batch.weights.shape)
   batch = batch._replace(weights=weights.astype(np.float32))
   # Neither the number of valid tokens nor that of a device.
-  return runner, params, batch._replace(denominator=np.float32(77.0))
+  whole = dict(denominator=np.float32(77.0), valid=np.float32(91.0))
+  return runner, params, batch._replace(**whole)
 
 
 def found(runner, params, batch, cotangent=1.0):
@@ -129,7 +130,7 @@ def test_it_is(case):
     # coefficient, and z log(E)^2, for every valid token, whoever is chosen.
     blind = {p: 0 * x for p, x in params.items() if p.endswith('router')}
     _, _, aux = run(params | blind)
-    layers = passed(runner) * (batch.segments > 0).sum() / 77.0
+    layers = passed(runner) * (batch.segments > 0).sum() / 91.0
     np.testing.assert_allclose(aux.terms['balance'], BALANCE * layers, 1e-12)
     np.testing.assert_allclose(
       aux.terms['z'], Z * np.log(E) ** 2 * layers, 1e-12

@@ -152,17 +152,18 @@ class Batches:
         pieces of whole rows; with accumulation, of every microbatch.
 
     Returns:
-      Batch of NumPy arrays (hi - lo, T), or (A, hi - lo, T) if A > 1. The
-      denominator is that of the whole step, whatever the slice.
+      Batch of NumPy arrays (hi - lo, T), or (A, hi - lo, T) if A > 1; what it
+      counts is of the whole step, whatever the slice.
     """
     corpus, rows, k = self._corpus, self.rows_at(t), self._cycle.pieces(t)
     total = packing.counted(self.plan, rows, corpus.loss)
     parts, part = self.split(len(rows)), slice(lo // k, hi and hi // k)
     of_share = lambda x: x.reshape(parts)[:, part]
-    split = of_share(rows)
-    batch = _text(corpus, self.plan, split.ravel())
+    batch = _text(corpus, self.plan, of_share(rows).ravel())
     # A step of prompts alone has no loss, not 0 / 0.
     batch = batch._replace(denominator=np.float32(max(1, total)))
+    if corpus.loss is not None:
+      batch = batch._replace(valid=np.float32(self.plan.fill[rows].sum()))
     places = of_share(np.arange(len(rows))).ravel()
     batch = shape_cycle.fold(batch, k)
     places = shape_cycle.places(places, k, self._views)
@@ -181,8 +182,7 @@ class Batches:
     """
     import grain  # imports jax
 
-    threads = 1 if self._prefetch else 0
-    options = grain.ReadOptions(threads, self._prefetch)
+    options = grain.ReadOptions(min(1, self._prefetch), self._prefetch)
 
     def assemble(t):
       return self.batch_at(t, *share(self.shape_at(t)[1]))

@@ -165,12 +165,11 @@ def _sum_of_microbatches(one, batch, zeros):
   """
 
   def add(total, rows):
-    *found, grads = one(rows._replace(**step))
+    *found, grads = one(rows._replace(**batch.whole))
     return jax.tree.map(jnp.add, total, grads), found
 
   # Scalars and counts are stacked and added after: no shapes are needed first.
-  step = dict(denominator=batch.denominator, draw=batch.draw)
-  rows = batch._replace(**dict.fromkeys(step))
+  rows = batch._replace(**dict.fromkeys(batch.whole))
   grads, found = jax.lax.scan(add, zeros, rows)
   return *jax.tree.map(lambda x: x.sum(0), found), grads
 

@@ -121,8 +121,9 @@ class Pipeline:
   def microbatch(self, i):
     """models.batch.Batch (B, T) of microbatch i."""
     pick = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    rows = jax.tree.map(pick, self.batch._replace(denominator=None))
-    return rows._replace(denominator=self.batch.denominator)
+    whole = self.batch.whole
+    rows = jax.tree.map(pick, self.batch._replace(**dict.fromkeys(whole)))
+    return rows._replace(**whole)
 
   def gather(self, tree):
     """Parameters whole over what `GATHERED` is sharded by; narrow, if they may.

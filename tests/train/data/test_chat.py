@@ -16,6 +16,7 @@ import support
 from paraxis.configs import schema
 from paraxis.models.text import chat as templates
 from paraxis.models.text import tokenizer
+from paraxis.train import program
 from paraxis.train.data import batches
 from paraxis.train.data import chat
 from paraxis.train.data import corpus
@@ -173,9 +174,10 @@ def test_batches_weigh_answers_alone(tmp_path, packing_name):
   for t in range(data.rows // 2):
     batch = data.batch_at(t)
     assert batch.denominator == max(1, batch.weights.sum())
+    assert batch.valid == (batch.segments > 0).sum()
     part = data.batch_at(t, 0, 1)
     np.testing.assert_array_equal(part.weights, batch.weights[:1])
-    assert part.denominator == batch.denominator  # of the whole step
+    assert part.whole == batch.whole  # of the whole step
     seen += batch.weights.sum()
   train = made.select('train')
   inner = [made.loss[made.starts[d] + 1 : made.starts[d + 1]] for d in train]
@@ -187,6 +189,17 @@ def test_batches_weigh_answers_alone(tmp_path, packing_name):
   assert held.n_pairs == sum(
     held.batch_at(i).weights.sum() for i in range(len(held))
   )
+
+
+@pytest.mark.parametrize('loss_on', ['all', 'assistant'])
+def test_a_step_is_compiled_for_what_a_batch_holds(tmp_path, loss_on):
+  path = write(tmp_path / 'a.jsonl', [TALK] * 9)
+  config, _, made = build(path, tmp_path, template=PLAIN, loss_on=loss_on)
+  batch = batches.Batches(config, made).batch_at(0)
+  assert (batch.valid is None) == (loss_on == 'all')
+  shapes = program.of_shapes(config, 'data=1', jax.devices()[:1]).batch_shapes()
+  like = lambda x, want: x.shape == want.shape and x.dtype == want.dtype
+  assert jax.tree.all(jax.tree.map(like, batch, shapes))
 
 
 def test_prompts_carry_no_gradient(tmp_path):
