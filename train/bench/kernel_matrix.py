@@ -3,7 +3,7 @@
 One line per (op, implementation, chip): compiled, with how many kernels the
 program calls and the most memory it has in use; refused, with the reason of the
 implementation (registry.py); failed, which is a bug of paraxis; or not tried,
-because the compiler for the chip is not installed. Nothing is run.
+because the compiler for the chip is not installed. None is executed.
 
 A program is the op with its gradients (where it has any) at one small shape, in
 the dtype that it is used in. Custom calls are counted in the compiled text, so
@@ -13,6 +13,7 @@ Legend: B rows, T tokens, N query heads, K kv heads, H head size, D model,
 E groups, F outputs, V vocabulary.
 """
 
+import collections
 import functools
 import re
 from typing import NamedTuple
@@ -275,17 +276,22 @@ def block_lines(kinds=KINDS, heads=(64, 128)):
 
 
 def run(targets=TARGETS, say=print):
-  """Prints the matrix and the blocks -> exit code: 1 if one failed.
+  """Prints the matrix and the blocks -> exit code: 1 if one failed, 77 if none
+  was compiled.
 
   A kernel whose program calls none has failed, whatever the compiler says.
   """
-  bad = total = 0
+  counts = collections.Counter()
   for found in rows(targets):
     say(line(found))
-    total += 1
     silent = found.implementation in KERNELS and not found.kernels
-    bad += found.state == 'failed' or (found.state == 'compiled' and silent)
+    bad = found.state == 'compiled' and silent
+    counts['failed' if bad else found.state] += 1
   for text in block_lines():
     say(text)
-  say(f'{total} programs, {bad} failed; nothing was run')
-  return errors.EXIT_DIFFERENT if bad else errors.EXIT_OK
+  states = 'compiled', 'refused', 'not tried', 'failed'
+  told = ', '.join(f'{counts[state]} {state}' for state in states)
+  say(f'{told}; none was executed')
+  if counts['failed']:
+    return errors.EXIT_DIFFERENT
+  return errors.EXIT_OK if counts['compiled'] else errors.EXIT_SKIPPED

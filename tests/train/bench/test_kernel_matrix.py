@@ -7,6 +7,7 @@ import pytest
 import support
 
 from paraxis import pallas_kernels
+from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.attention import block_table
 from paraxis.sharding.meter import aot
@@ -130,6 +131,16 @@ def test_blocks_are_printed_with_their_source():
     '(default), dq 512x512 (default), dkv 512x512 (default)'
   )
   assert len(found) == 1 + len(block_table.rows())
+
+
+def test_without_compilers_nothing_is_checked(monkeypatch, capsys):
+  monkeypatch.setattr(aot, 'missing', lambda platform: 'not installed')
+  assert matrix.run() == errors.EXIT_SKIPPED
+  last, count = capsys.readouterr().out.splitlines()[-1], len(expected())
+  assert last == (
+    f'0 compiled, 0 refused, {count * len(matrix.TARGETS)} not tried, '
+    '0 failed; none was executed'
+  )
 
 
 def test_the_command(monkeypatch):
