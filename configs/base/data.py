@@ -15,7 +15,9 @@ class Data:
     "'fixture' (shipped), 'corpus' (paraxis data fetch), or a file, a folder "
     'or a glob of text: .txt, .md, .jsonl (also .gz, .zst), .parquet, .bin '
     '(tokens of nanoGPT), folders of Hugging Face datasets, one file of UTF-8 '
-    'without a suffix (text8)',
+    'without a suffix (text8). A .txt or .md directly in the folder is a '
+    'domain of its own: put files of one kind in a sub-folder and name its '
+    'parent',
   )
   text_key: str = field(
     'text', 'key or column of the text in tables and .jsonl'

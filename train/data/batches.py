@@ -306,10 +306,8 @@ def evaluation(config, corpus):
   """Held-out batches per domain: a list of HeldOut, domains in sorted order.
 
   All batches have the shape of a microbatch, (B / A, T); a domain has the rows
-  of at most train.eval_batches steps, (B, T), 0: all.
-
-  Raises:
-    UserError: nothing is held out; as Batches.
+  of at most train.eval_batches steps, (B, T), 0: all. UserError: as Batches;
+  nothing is held out.
   """
   _check(config, corpus)
   held = [d for d in corpus.domains if len(corpus.select('held', d))]
@@ -318,8 +316,10 @@ def evaluation(config, corpus):
     advice = (
       'raise data.held_out_fraction=0.0'
       if not share
-      else 'each domain has one document, which is trained on: give more text, '
-      'or mark documents of .jsonl "split": "held"'
+      else 'each domain has one document, which is trained on: put .txt files '
+      'of one kind in a sub-folder and name its parent (directly in the folder '
+      'each is a domain of its own), give more text, or mark documents of '
+      '.jsonl "split": "held"'
     )
     raise errors.UserError(
       f'data.path={corpus.path!r}: 0 of {count} documents are held out; '

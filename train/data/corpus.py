@@ -118,6 +118,11 @@ def source_folder(path):
         'run `paraxis data fetch` first.'
       )
     return folder
+  if not str(path):
+    raise errors.UserError(
+      "data.path is empty: name a file, a folder ('.': this one), 'fixture' or "
+      "'corpus', or give data.sources."
+    )
   found = pathlib.Path(path)
   if not found.exists() and not is_glob(path):
     raise errors.UserError(
@@ -154,10 +159,10 @@ def sources(data) -> list[rows_lib.Source]:
   """What config.data reads: the sources of its path, or of its sources."""
   if not data.sources:
     return source_files(data.path)
-  if data.path != 'fixture':
+  if data.path not in ('fixture', ''):
     raise errors.UserError(
       f'data.path={data.path!r} and data.sources={data.sources!r}: the sources '
-      'replace the path; give one of them.'
+      'replace the path; give one of them (--config.data.path= empties it).'
     )
   if data.mixture:
     raise errors.UserError(
@@ -180,7 +185,7 @@ def sources(data) -> list[rows_lib.Source]:
 def absolute(path) -> str:
   """config.data.path as an absolute one; names of what is shipped stay."""
   found = pathlib.Path(path).expanduser()
-  if path in ('fixture', 'corpus'):
+  if path in ('fixture', 'corpus', ''):
     return path
   if is_glob(found):
     return str(found.absolute())

@@ -397,6 +397,42 @@ def test_sources_stand_alone():
       corpus.sources(data)
 
 
+def test_sources_may_stand_beside_an_empty_path(tmp_path):
+  """As a flag leaves it out whose configuration names one."""
+  (tmp_path / 'a.txt').write_text('words')
+  data = schema.Data(path='', sources=f'{tmp_path}/a.txt:1')
+  config = corpus.with_places(schema.Config(data=data))
+  assert not config.data.path
+  [found] = corpus.sources(config.data)
+  assert found.file == tmp_path / 'a.txt'
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
+  (tmp_path / 'a.txt').write_text('words')
+  monkeypatch.chdir(tmp_path)
+  config = schema.Config(data=schema.Data(path=''))
+  with support.refused('data.path is empty'):
+    corpus.sources(corpus.with_places(config).data)
+
+
+def test_the_advice_for_a_flat_folder_helps(tmp_path):
+  """Short files directly in it are domains of one document."""
+  for n in range(3):
+    (tmp_path / f'{n}.txt').write_text(f'essay {n}')
+  given = dict(tokenizer='bytes', cache_dir=str(tmp_path / 'cache'))
+  config = schema.Config(data=schema.Data(path=str(tmp_path), **given))
+  made = token_cache.tokens(config, tokenizer.load('bytes'))
+  with support.refused('0 of 3', 'in a sub-folder and name its parent'):
+    batches.evaluation(config, made)
+  (tmp_path / 'essays' / 'all').mkdir(parents=True)
+  for n in range(3):
+    (tmp_path / f'{n}.txt').rename(tmp_path / 'essays' / 'all' / f'{n}.txt')
+  config = schema.with_value(config, 'data.path', str(tmp_path / 'essays'))
+  made = token_cache.tokens(config, tokenizer.load('bytes'))
+  [held] = batches.evaluation(config, made)
+  assert held.domain == 'all'
+
+
 def test_advice_on_what_is_held_out_can_help(tmp_path):
   path = tmp_path / 'a.jsonl'
   path.write_text('{"text": "one document"}\n')
