@@ -353,6 +353,7 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
       'rate never reaches its peak.'
     )
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
+  objectives.check_mask(config, tokenizer)
   if config.microbatches > 1 and expert_counts.whole_step(program.model):
     say(
       "experts: model.experts.balance_scope='step' counts loads in one more "

@@ -122,7 +122,8 @@ class DecoderFields:
   )
   mask_id: int = field(
     -1,
-    'token that stands for one to predict (train.objective); -1: none',
+    'token that stands for one to predict (train.objective), which no text '
+    "has, such as the first id behind the tokenizer's; -1: none",
     low=-1,
   )
   mask_shift: bool = field(

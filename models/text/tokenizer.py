@@ -184,6 +184,10 @@ class _Base:
     """Text of a special token's id."""
     return next(text for text, i in self._special.items() if i == token)
 
+  def is_ordinary(self, token):
+    """Whether text may have the id, as far as the tokenizer says."""
+    return False
+
   def require_domain(self, domain):
     """`domain`, or a UserError when this vocabulary has no token for it."""
     if domain not in self.domains:
@@ -217,6 +221,9 @@ class Bytes(_Base):
   def encode(self, text):
     """UTF-8 bytes of `text`, list of int in [0, 256)."""
     return list(text.encode())
+
+  def is_ordinary(self, token):
+    return 0 <= token < 256
 
   def encode_batch(self, texts):
     return [self.encode(text) for text in texts]
@@ -324,6 +331,9 @@ class Tokenizer(_Base):
       adds = self._tokenizer.encode('a').ids[:1] == [bos]
     return bos if adds or not self._begins else None
 
+  def is_ordinary(self, token):
+    return token in self._pieces and token not in self._added
+
   def encode(self, text):
     """Ids of `text`, list of int in [0, vocab_size); no special tokens."""
     return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -342,10 +352,8 @@ class Tokenizer(_Base):
 
   def encode_batch(self, texts):
     """`encode` of every text, on all cores."""
-    batch = self._tokenizer.encode_batch_fast(
-      list(texts), add_special_tokens=False
-    )
-    return [encoding.ids for encoding in batch]
+    run = self._tokenizer.encode_batch_fast
+    return [found.ids for found in run(list(texts), add_special_tokens=False)]
 
   def decode_bytes(self, ids):
     """Bytes of `ids`, special tokens skipped; concatenation is exact.

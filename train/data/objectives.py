@@ -73,6 +73,20 @@ def check(config):
     )
 
 
+def check_mask(config, tokenizer):
+  """UserError: text of the tokenizer may have the id that stands for a mask."""
+  model, mask = config.model, config.model.mask_id
+  if config.train.objective == 'next_token' or not tokenizer.is_ordinary(mask):
+    return
+  free = tokenizer.vocab_size  # the first id that no text has
+  rows = max(model.vocab_size, -(-(free + 1) // 8) * 8)
+  raise errors.UserError(
+    f'train.objective={config.train.objective}: model.mask_id={mask} is an '
+    f'ordinary token of data.tokenizer={tokenizer.name}, which text has: take '
+    f'--config.model.vocab_size={rows} --config.model.mask_id={free}.'
+  )
+
+
 def _check_views(train):
   says = 'train.complementary=true'
   if train.objective == 'next_token':

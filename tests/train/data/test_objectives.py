@@ -222,6 +222,31 @@ def test_prompts_are_never_masked():
     assert (made.weights[0, :9] == 0).all()
 
 
+@pytest.mark.parametrize('name, ordinary, free, rows', [
+  ('bytes', 255, 259, 264), ('bpe2048', 2047, 2048, 2056),
+])  # fmt: skip
+def test_a_mask_is_no_token_of_text(name, ordinary, free, rows):
+  words, model = tokenizer.load(name), dict(vocab_size=free)
+  way = f'--config.model.vocab_size={rows} --config.model.mask_id={free}'
+  for objective in ('masked', 'block'):
+    config = config_of(model=model | dict(mask_id=ordinary))
+    config = schema.with_value(config, 'train.objective', objective)
+    with support.refused(f'model.mask_id={ordinary} is an ordinary', way):
+      objectives.check_mask(config, words)
+  objectives.check_mask(config, tokenizer.load('ids'))  # whose text is unknown
+  for own in (free, words.end_id):
+    given = dict(vocab_size=rows, mask_id=own)
+    objectives.check_mask(config_of(model=given), words)
+  plain = schema.with_value(config, 'train.objective', 'next_token')
+  objectives.check_mask(plain, words)
+
+
+def test_a_run_refuses_a_mask_of_text(tiny):
+  changes = {'model.visibility': 'full', 'train.objective': 'masked'}
+  with support.refused('model.mask_id=97 is an ordinary token', 'mask_id=259'):
+    tiny.job(changes | {'model.mask_id': 97})
+
+
 @pytest.mark.parametrize('train, model, words', [
   ('next_token', dict(visibility='full'), 'the one that it predicts'),
   ('next_token', dict(visibility='block', block=4), 'visibility=block'),
