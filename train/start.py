@@ -166,6 +166,8 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
   if found is None:
     new = source and begin(job, source, wanted(job), say)
     new = new or job.initial_state()
+    if not source and job.built.model.frozen:
+      say('the frozen parameters are random: no --init_from')
     # Hosts of other code are seen here; the first save finds it compiled.
     store.compare_replicas(0, state_lib.flatten(new))
     return new, 0, {'origin': source.about} if source else {}

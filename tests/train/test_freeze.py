@@ -9,6 +9,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import model as model_schema
 from paraxis.train import state as state_lib
 from paraxis.train.certify import trial
+from paraxis.train.run import origin
 
 SOME = 'embedding,layers/attention/*,*norm*'
 LAYOUTS = {
@@ -84,12 +85,16 @@ def test_a_run_keeps_every_bit(tiny, tmp_path):
   _, said = tiny.run(tmp_path, changes, 'data=2,fsdp=2')
   said = '\n'.join(said)
   assert ' learned, ' in said and ' frozen' in said
+  assert 'the frozen parameters are random: no --init_from' in said
   first, last = (support.fingerprints(tmp_path, step) for step in (1, 2))
   frozen = tiny.job(changes).model.frozen
   for path in first:
     if path.startswith('params/'):
       same = first[path] == last[path]
       assert same == (path.removeprefix('params/') in frozen), path
+  source = origin.Run(str(tmp_path))
+  _, said = tiny.run(tmp_path / 'new', changes, 'data=2', source=source)
+  assert not any('are random' in line for line in said)
   with support.refused('train.freeze was', '--init_from'):
     tiny.run(tmp_path, changes | {'train.freeze': ''}, 'data=2,fsdp=2')
 
