@@ -50,7 +50,7 @@ def test_the_command(tmp_path, capsys):
   assert lines[3].split() == ['19.0%', '24.0', 'replay']
   # 72 s of 22 steps; 3 saves; what else 3 starts took; 6 s between two.
   assert lines[11] == (
-    'seconds of one: step 3.27, save 3, restore 0, compile 3, replace 6'
+    'seconds of one: step 3.27, save 3, restore 0, start 3, replace 6'
   )
   assert lines[13].split()[-5:] == ['to', '10', '6', '4', 'killed']
   assert lines[15].endswith('4  stopped ?[31m') and '\x1b' not in out
