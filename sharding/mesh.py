@@ -104,7 +104,8 @@ def resolve(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     raise errors.UserError(
       f'mesh {named} has {known} places for {num_devices} devices, and no '
       f'device may be idle; these fit: {fits}. (--devices={known} asks for '
-      f'{known} virtual CPU devices.)'
+      f'{known} virtual CPU devices; with paraxis launch, '
+      f'--devices_per_process=N, {known} in all processes.)'
     )
   return full
 
