@@ -144,6 +144,8 @@ def _own(letter):
 class Checkpoint:
   """A read-only view of one run's checkpoints. Also a context manager."""
 
+  _of_a_run = True
+
   def __init__(self, checkpoint, step=None, say=print, ema=False):
     """See `locate`. Nothing is written. say: prints one line per finding.
 
@@ -298,16 +300,22 @@ class Checkpoint:
         for n in range(1, len(devices) + 1)
         if n <= max(rows, 1) and len(devices) % n == 0
       )
+    one = len(devices) == 1
+    here = f'{len(devices)} device{"s" * (not one)}'
     self._say(
-      f'the run used mesh {mesh_lib.describe(sizes)}, here are '
-      f'{len(devices)} devices: decoding with data={shards} on {shards} of '
-      'them (--mesh= names another)'
+      f'the run used mesh {mesh_lib.describe(sizes)}, here '
+      f'{"is" if one else "are"} {here}: decoding with data={shards} on '
+      f'{shards} of them (--mesh= names another)'
+      if self._of_a_run
+      else f'{here}, decoding on {shards} (--mesh= names another)'
     )
     return f'data={shards}', devices[:shards]
 
 
 class Weights(Checkpoint):
   """Weights of another program (models/huggingface), as a `Checkpoint`."""
+
+  _of_a_run = False
 
   def __init__(self, path, say=print):
     """path: of a folder or file. say: prints one line per finding."""

@@ -378,6 +378,27 @@ def test_weights_of_another_program_have_no_steps(run):
   assert '--step=5: --weights=none are of another program' in err[-1]
 
 
+def test_another_mesh_is_told_of_a_run_and_of_weights(run, monkeypatch):
+  """Weights of another program had no run; one device is no plural."""
+  said, config = [], schema.Config(mesh=schema.Mesh(data=2))
+  one = jax.devices()[:1]
+  for kind in (load.Checkpoint, load.Weights):
+    opened = object.__new__(kind)
+    opened._say = said.append
+    opened._mesh(config, '', 1)
+  monkeypatch.setattr(jax, 'devices', lambda: one)
+  opened = object.__new__(load.Checkpoint)
+  opened._say = said.append
+  opened._mesh(config, '', 1)
+  assert said == [
+    'the run used mesh data=2, here are 8 devices: decoding with data=1 on 1 '
+    'of them (--mesh= names another)',
+    '8 devices, decoding on 1 (--mesh= names another)',
+    'the run used mesh data=2, here is 1 device: decoding with data=1 on 1 of '
+    'them (--mesh= names another)',
+  ]
+
+
 def test_bad_lines_are_named_and_the_others_run(run, tmp_path):
   file = tmp_path / 'prompts.txt'
   long = 'word ' * 1200
