@@ -296,7 +296,7 @@ def _reshard(values, *_):
   if not (values.out and values.chunk_bytes):
     raise errors.UserError(
       'paraxis checkpoint reshard --checkpoint=RUN/STEP --out=RUN2 '
-      '--chunk_bytes=N: name all three.'
+      '--chunk_bytes=N: name all three, N above 0.'
     )
   out = pathlib.Path(os.path.abspath(os.path.expanduser(values.out)))
   command_line.prepare_devices(1)

@@ -42,6 +42,7 @@ def write(step: stored.Step, directory: pathlib.Path, chunk_bytes: int) -> None:
     UserError: so small that there are too many chunks, or the disk is.
     IntegrityError: the step is damaged, or what was written is.
   """
+  saved_arrays.hear_no_log()
   tree = {path: _blocks(step, path, chunk_bytes) for path in step.leaves}
   size = fingerprint.nbytes(tree)
   count = chunks.count(tree, chunk_bytes)

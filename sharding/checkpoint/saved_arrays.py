@@ -28,6 +28,7 @@ from paraxis.sharding.checkpoint import rows
 from paraxis.sharding.checkpoint import shards
 
 IN_FLIGHT = 2**26  # bytes of blocks that are handed over and not yet written
+_NO_ORBAX = lambda record: 'orbax' not in record.pathname
 _WHOLE = logging.Formatter()
 _NO_ORBAX_TRACE = lambda record: 'orbax' not in _WHOLE.format(record)
 
@@ -175,6 +176,11 @@ def _without_abandoned(hook):
 
   filtered.of_paraxis = True
   return filtered
+
+
+def hear_no_log():
+  """What Orbax logs, 100 lines for a failed write, it also raises."""
+  logging.getLogger('absl').addFilter(_NO_ORBAX)
 
 
 def hear_no_abandoned():

@@ -23,7 +23,6 @@ after a full disk, none at all.
 
 from collections.abc import Mapping
 from concurrent import futures
-import logging
 import pathlib
 import shutil
 import tempfile
@@ -46,7 +45,6 @@ from paraxis.sharding.checkpoint import writer
 Tree = Mapping[str, jax.Array]  # canonical path -> leaf
 Options, DEFAULT = writer.Options, writer.Options()
 Saved = Mapping[str, jax.Array | rows.Rows]
-_NO_ORBAX = lambda record: 'orbax' not in record.pathname
 
 
 class _Snapshot(NamedTuple):
@@ -89,8 +87,7 @@ class Store:
     self._snapshot: _Snapshot | None = None
     self._writer = writer.Writer(self.directory, options, self._say)
     self._copier = snapshot.Copier()
-    # What Orbax logs, 100 lines for a failed write, it also raises.
-    logging.getLogger('absl').addFilter(_NO_ORBAX)
+    saved_arrays.hear_no_log()
     if not read_only:
       folders.prepare(self.directory)
       for path in folders.unfinished(self.directory) if self._first else []:

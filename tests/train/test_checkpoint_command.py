@@ -1,6 +1,7 @@
 """`paraxis checkpoint inspect | verify | diff | reshard`, as users type it."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -206,6 +207,14 @@ def test_reshard(run, tmp_path, capsys):
   assert code == 2 and 'is there, and not empty' in err
 
 
+def test_reshard_logs_nothing(run, tmp_path, capsys, caplog, monkeypatch):
+  """In a process that has opened no store, as that of the command."""
+  monkeypatch.setattr(logging.getLogger('absl'), 'filters', [])
+  argv = 'reshard', f'--checkpoint={run}/4', f'--out={tmp_path}/o'
+  assert call(capsys, *argv, '--chunk_bytes=16')[0] == 0
+  assert not [r for r in caplog.records if 'orbax' in r.pathname]
+
+
 def test_reshard_of_damage_writes_nothing(run, tmp_path, capsys):
   flip(run / 'checkpoints/4')
   out = tmp_path / 'new' / 'run'
@@ -232,6 +241,7 @@ def test_bad_input(run, tmp_path, capsys):
     (['diff', run], 'diff A B'),
     (['diff', f'{run}/2', f'{run}/9'], 'no checkpoint of step 9'),
     (rewrite, 'name all three'),
+    ([*rewrite, f'--out={tmp_path}/o', '--chunk_bytes=0'], 'N above 0'),
     ([*rewrite, f'--out={tmp_path}', '--chunk_bytes=9'], 'not empty'),
     ([*rewrite, f'--out={tmp_path}/o', '--chunk_bytes=1'], 'at least 8'),
     ([*rewrite, f'--out={tmp_path}/file/o', '--chunk_bytes=9'], 'cannot write'),
