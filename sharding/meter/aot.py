@@ -28,10 +28,10 @@ from paraxis.sharding.meter import traced as traced_lib
 
 # platform -> (modules, one of which compiles for it; how to get one)
 COMPILERS = {
-  'tpu': (('libtpu',), "libtpu is not installed: pip install 'jax[tpu]'"),
+  'tpu': (('libtpu',), "libtpu is not installed: pip install 'paraxis[aot]'"),
   'cuda': (
     ('jax_cuda13_plugin', 'jax_cuda12_plugin'),
-    "the CUDA wheels of jax are not installed: pip install 'jax[cuda13]'",
+    "the CUDA wheels of jax are not installed: pip install 'paraxis[cuda]'",
   ),
 }
 # Set before libtpu is loaded: it neither locks nor queries the host's TPU.

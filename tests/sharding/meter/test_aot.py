@@ -20,8 +20,8 @@ from paraxis.train.claims import experiment
 @pytest.mark.parametrize(
   'name, line',
   [
-    ('v5e:2x2', "libtpu is not installed: pip install 'jax[tpu]'"),
-    ('h200:8', "not installed: pip install 'jax[cuda13]'"),
+    ('v5e:2x2', "libtpu is not installed: pip install 'paraxis[aot]'"),
+    ('h200:8', "not installed: pip install 'paraxis[cuda]'"),
     ('v9:2x2', 'not CHIP:SIZES'),  # names are checked before anything else
   ],
 )
