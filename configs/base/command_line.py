@@ -46,22 +46,21 @@ def find_config(name):
       return path
     if str(path.parent) in ('.', 'configs') and shipped.is_file():
       return shipped
+    local = pathlib.Path(f'{name}.py').is_file()
   except OSError as e:  # no permission, a name that is too long
     raise errors.UserError(f'--config={name}: {e.strerror}.') from e
   names = [p.stem for p in papers()]
+  close = schema.suggest(path.stem, names)
   raise errors.UserError(
     f'--config={name}: no such file; configs that ship with paraxis: '
-    f'{", ".join(names)}.' + schema.suggest(path.stem, names)
+    f'{", ".join(names)}.' + (f' Did you mean {name}.py?' if local else close)
   )
 
 
 def papers():
   """Files in configs/ that define get_config, sorted."""
-  return [
-    p
-    for p in sorted(FOLDER.glob('*.py'))
-    if '\ndef get_config(' in p.read_text(encoding='utf-8')
-  ]
+  has = lambda p: '\ndef get_config(' in p.read_text(encoding='utf-8')
+  return [p for p in sorted(FOLDER.glob('*.py')) if has(p)]
 
 
 def _fails(name, where, error):

@@ -366,7 +366,7 @@ def of_pattern(pattern):
       what = 'an mlp that follows no mixer' if letter == '-' else 'no mixer'
       raise errors.UserError(
         f'model.pattern={pattern!r}: {letter!r} is {what} '
-        f'({", ".join(TABLE)}, each with a - behind it or not).'
+        f'({", ".join(TABLE)} and * for F, each with a - behind it or not).'
       )
     letters += letter
     follows.append(False)

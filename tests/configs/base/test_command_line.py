@@ -71,6 +71,14 @@ def test_a_wrong_argument_is_one_line(argv, words):
     _parse(*argv)
 
 
+def test_a_file_without_its_suffix_is_meant(tmp_path, monkeypatch):
+  """Rather than a name that ships and looks like it."""
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'mine.py').touch()
+  with support.refused('--config=mine: no such file', 'Did you mean mine.py?'):
+    _parse('--config=mine')
+
+
 def test_a_config_that_cannot_be_looked_up_is_one_line(monkeypatch):
   for name in ('a' * 300, 'a' * 254, f'configs/{"a" * 254}'):
     with support.refused(f'--config={name}: File name too long.'):
