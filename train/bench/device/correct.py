@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.pallas_kernels import registry
-from paraxis.train.bench.device import problems as problems
+from paraxis.train.bench.device import problems
 from paraxis.train.bench.device import reference as reference
 
 # Largest error of an output and of a gradient. A rounding to bfloat16 is
