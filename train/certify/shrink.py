@@ -11,6 +11,8 @@ full one does; `check_fits` checks the full one first.
 import dataclasses
 import math
 
+import jax
+
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
@@ -64,7 +66,8 @@ def mesh(sizes, devices):
 def check_fits(config, sizes):
   """UserError, as of `paraxis train`, if the full config cannot run.
 
-  It is traced from shapes, on a mesh without devices.
+  It is traced from shapes, on a mesh without devices. float64 is on where the
+  config names it: whether the environment has it is no matter of the layout.
 
   Args:
     config: schema.Config, as the user gave it.
@@ -72,7 +75,9 @@ def check_fits(config, sizes):
   """
   mesh = dataclasses.replace(config.mesh, **sizes)
   full = dataclasses.replace(config, mesh=mesh)
-  program.of_shapes(full, abstract=True)
+  named = (config.model.dtype, config.model.param_dtype)
+  with jax.enable_x64(jax.config.jax_enable_x64 or 'float64' in named):
+    program.of_shapes(full, abstract=True)
 
 
 def _up(value, multiple):
