@@ -44,8 +44,8 @@ def claims():
     ],
   )  # fmt: skip
   sent = dict(
-    check=exchanges.messages, meshes=['replica=2,fsdp=4', 'replica=4,tensor=2'],
-    fewer=PERIOD,
+    check=exchanges.messages, fewer=PERIOD,
+    meshes=['replica=2,fsdp=4', 'replica=4,tensor=2', 'replica=4,data=2'],
   )  # fmt: skip
   rates = [n for n in NAMES if n.startswith('DiLoCo')]
   learned = dict(

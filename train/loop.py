@@ -38,6 +38,7 @@ from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import spikes
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
+from paraxis.train.steps import anchor
 from paraxis.train.steps import outer
 
 
@@ -374,7 +375,7 @@ class _Training:
       return start.meta(self._job, step, self.origin, cursor, recorder.astray)
 
     with recorder.rates.apart('checkpoint'), self.activity.phase('save'):
-      self.state = outer.settled(self.state)
+      self.state = anchor.settled(self.state)
       tree = state_lib.in_order(state_lib.flatten(self.state), self._job.leaves)
       self._store.begin(step, tree, self._axes, meta)
     self._saved = step
@@ -391,9 +392,9 @@ class _Training:
     recorder, phase = self._recorder, self.activity.phase
     recorder.flush()
     with recorder.rates.apart('evaluation'), phase('evaluate'):
-      self.state = state = outer.settled(self.state)
-      found = self._evaluator(state.variables)
+      self.state = state = anchor.settled(self.state)
+      found = self._evaluator(anchor.variables(state))
       if state.replicas:  # `found` is of the anchor
-        found = outer.with_mean(found, state, self._evaluator)
+        found = anchor.with_mean(found, state, self._evaluator)
     recorder.writers.write(self.step, found.values())
     return found

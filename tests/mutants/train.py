@@ -387,8 +387,8 @@ TABLE = [
   Mutation(
     'outer_sign',
     'train/steps/outer.py',
-    'gap = jax.tree.map(jnp.subtract, anchor, own)',
-    'gap = jax.tree.map(jnp.subtract, own, anchor)',
+    'gap = anchor[q] - anchor_lib.mean_shard(x, cuts[q])',
+    'gap = anchor_lib.mean_shard(x, cuts[q]) - anchor[q]',
     'the anchor moves away from the replicas',
     _REPLICAS + 'test_exchanges_equal_numpy[diloco]',
   ),
@@ -433,6 +433,24 @@ TABLE = [
     _REPLICAS + 'test_exchanges_equal_numpy[co2]',
   ),
   Mutation(
+    'anchor_parts',
+    'train/steps/anchor.py',
+    'x = annotate.own(x, (a,), i)',
+    'x = annotate.own(x, (replicas.AXIS,), i)',
+    'a device moves the part of another of its replica',
+    _REPLICAS + 'test_an_anchor_in_shards_moves_as_in_numpy'
+    '[diloco-replica=2,data=2,tensor=2]',
+  ),
+  Mutation(
+    'anchor_of_narrow_floats',
+    'train/steps/anchor.py',
+    'x = x.astype(jnp.promote_types(x.dtype, jnp.float32))',
+    'pass',
+    'a mean of bfloat16 parameters is rounded before the gap is taken',
+    'tests/train/steps/test_anchor.py::'
+    'test_a_small_gap_of_bfloat16_parameters_is_kept',
+  ),
+  Mutation(
     'pairs_pull',
     'train/steps/pairs.py',
     'message = jax.tree.map(lambda d, a: d - pull * a, own, anchor)',
@@ -450,9 +468,9 @@ TABLE = [
   ),
   Mutation(
     'pairs_settled',
-    'train/steps/outer.py',
-    'params=state.params | jax.jit(_mean)(each, learned))',
-    'params=state.params)',
+    'train/steps/anchor.py',
+    'return state._replace(params=state.params | found)',
+    'return state',
     'what is saved of replicas with their own anchors is what they began with',
     _PAIRS + 'test_their_mean_moves_as_the_anchor_of_heavy_ball_diloco',
   ),

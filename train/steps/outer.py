@@ -26,14 +26,17 @@ With outer.codec a replica sends codes of its gap, an array a device at a time
 replica gathers those of all others: (R - 1) N / 2 bytes. A sum of float32 has
 8 (R - 1) / R N, so that codes are fewer bytes below 16 replicas.
 
-A mean weighs replicas alike, whatever number of targets they read. Anchor and
-momentum are whole in every replica. What a run does not learn is not sent, but
-held twice, with the anchor and with the replica's parameters.
+A mean weighs replicas alike, whatever number of targets they read. What a run
+does not learn is not sent, but held twice, with the anchor and with the
+replica's parameters.
 
-Cost: a fragment of N numbers on a device is one all-reduce of them, of which a
-device sends 2 (R - 1) / R N; trees of N are read three times and written three
-times. Between exchanges a step sends nothing (train/steps/replicas.py); several
-processes still meet in the loop, for a flag and the numbers of each step.
+Cost: of a fragment of N numbers on a device it sends 2 (R - 1) / R N. Where the
+sum lands at once these are a reduce-scatter and an all-gather, and anchor and
+momentum are sharded over replicas (anchor.py): two trees of N / R. Else they
+are an all-reduce or codes, and both trees whole in every replica, with a third
+of what is under way. Between exchanges a step sends nothing
+(train/steps/replicas.py); several processes still meet in the loop, for a flag
+and the numbers of each step.
 
 Legend: R replicas.
 """
@@ -49,6 +52,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.sharding.meter import compiling
 from paraxis.train import expert_counts
+from paraxis.train.steps import anchor as anchor_lib
 from paraxis.train.steps import codec
 from paraxis.train.steps import pairs
 from paraxis.train.steps import replicas
@@ -87,7 +91,7 @@ class Outer(NamedTuple):
   array} of the anchor; {} if each replica has its own. flight: {path: array},
   sums that are under way; {} without outer.delay. each: () or, of exchange=
   pairs, {'anchor', 'momentum': {path: (R, ...)}}; State.params are then of
-  `settled` alone.
+  anchor.settled alone.
   """
 
   params: Any
@@ -127,6 +131,14 @@ class Plan:
     put = lambda q, x: x if whole(q) else tree[q].at[p::n].set(x)
     return tree | {q: put(q, x) for q, x in part.items()}
 
+  def sharded(self, tree):
+    """{path: array} of anchors, over replicas where a sum lands at once."""
+    if self.outer.delay or self.outer.codec:
+      return tree
+    layered = self.stacked if self.outer.fragments > 1 else ()  # `of` cuts it
+    lay = lambda q, x: anchor_lib.sharded(x, int(q in layered))
+    return {q: lay(q, x) for q, x in tree.items()}
+
 
 def plan_of(config, model):
   """`Plan` of a schema.Config and a models.decoder.Decoder."""
@@ -149,15 +161,19 @@ def begun(state, config, model):
   outer, n = config.outer, config.mesh.replica
   if not outer.active:
     return state
-  learned = {p: state.params[p] for p in plan_of(config, model).paths}
+  plan = plan_of(config, model)
+  learned = {p: state.params[p] for p in plan.paths}
   zeros = lambda: jax.tree.map(jnp.zeros_like, learned)
   copies = lambda tree: jax.tree.map(lambda x: replicas.copied(x, n), tree)
+  every = copies(state.params)
   if outer.exchange == 'pairs':
     each = dict(anchor=copies(learned), momentum=copies(zeros()))
-    kept = copies(state.params), {}, {}, each
+    kept = every, {}, {}, each
   else:
-    kept = copies(state.params), zeros(), zeros() if outer.delay else {}
+    learned = plan.sharded(learned)
+    kept = every, zeros(), zeros() if outer.delay else {}
   return state._replace(
+    params=state.params | learned,
     optimizer=copies(state.optimizer),
     skipped=copies(state.skipped),
     skipped_in_a_row=copies(state.skipped_in_a_row),
@@ -165,13 +181,22 @@ def begun(state, config, model):
   )
 
 
-def _gap(plan, p, params, anchor):
-  """The mean over replicas of anchor - params: the sum that is sent."""
+def _gap(plan, p, params, anchor, cuts):
+  """The mean over replicas of anchor - params: the sum that is sent.
+
+  cuts: of anchor.cuts.
+  """
   own, anchor = plan.of(params, p), plan.of(anchor, p)
-  gap = jax.tree.map(jnp.subtract, anchor, own)
-  if plan.outer.codec:
-    return jax.tree.map(_mean_of_codes, gap)
-  return jax.lax.pmean(gap, replicas.AXIS)
+  gaps = {}
+  for q, x in own.items():
+    if plan.outer.codec:
+      gaps[q] = _mean_of_codes(anchor[q] - x)
+    elif cuts[q]:
+      gap = anchor[q] - anchor_lib.mean_shard(x, cuts[q])
+      gaps[q] = gap.astype(x.dtype)
+    else:
+      gaps[q] = jax.lax.pmean(anchor[q] - x, replicas.AXIS)
+  return gaps
 
 
 def _mean_of_codes(x):
@@ -195,11 +220,15 @@ def clipped(momentum, most):
   return jnp.clip(momentum, -most, most)
 
 
-def _moved(plan, p, gap, params, anchor, momentum, specs):
+def _moved(plan, p, gap, own, specs=None, cuts=None):
   """(params of a replica, anchor, momentum) after a fragment's mean gap.
 
-  specs: {path: PartitionSpec} of the anchor.
+  Args:
+    own: these three before it. specs: {path: PartitionSpec} of the anchor.
+    cuts: of anchor.cuts; None: a replica has all of its own anchor.
   """
+  params, anchor, momentum = own
+  cuts = cuts or dict.fromkeys(plan.paths, ())
   outer, old = plan.outer, plan.of(momentum, p)
   if outer.penalty:
     gap = penalized(plan, gap, old, specs)
@@ -212,7 +241,8 @@ def _moved(plan, p, gap, params, anchor, momentum, specs):
   new = jax.tree.map(step, plan.of(anchor, p), move)
   keep = outer.mixing
   mixed = lambda a, t: (1 - keep) * a + keep * t if keep else a
-  own = jax.tree.map(mixed, new, plan.of(params, p))
+  every = {q: anchor_lib.whole(x, cuts[q]) for q, x in new.items()}
+  own = jax.tree.map(mixed, every, plan.of(params, p))
   return (
     plan.into(params, own, p),
     plan.into(anchor, new, p),
@@ -220,21 +250,19 @@ def _moved(plan, p, gap, params, anchor, momentum, specs):
   )
 
 
-def _specs(tree):
-  return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
-
-
 def _run(body, args, results):
   """body(*args) in a region. results: arrays laid out as what it returns."""
-  return replicas.region(body, _specs(args), _specs(results))(*args)
+  given, out = anchor_lib.specs(args), anchor_lib.specs(results)
+  return replicas.region(body, given, out)(*args)
 
 
 def send(plan, p, state):
   """State with the sum of fragment p under way: the only message."""
   args = state.outer.params, state.params, state.outer.flight
+  cuts = anchor_lib.cuts(state)
 
   def body(params, anchor, flight):
-    gap = _gap(plan, p, replicas.one(params), anchor)
+    gap = _gap(plan, p, replicas.one(params), anchor, cuts)
     return plan.into(flight, gap, p)
 
   flight = _run(body, args, args[-1])
@@ -263,17 +291,18 @@ def _landed(plan, p, state, sends, late):
   sends: a sum is made here. late: what lands is the one that is under way, and
   the new one, if any, takes its place.
   """
-  specs = _specs(state.params)
+  specs, cuts = anchor_lib.specs(state.params), anchor_lib.cuts(state)
   own = state.outer.params, state.params, state.outer.momentum
 
   def body(own, flight):
     params, anchor, momentum = own
     params = replicas.one(params)
-    gap = _gap(plan, p, params, anchor) if sends else None
+    gap = _gap(plan, p, params, anchor, cuts) if sends else None
     lands = plan.of(flight, p) if late else gap
     if sends and late:
       flight = plan.into(flight, gap, p)
-    params, *rest = _moved(plan, p, lands, params, anchor, momentum, specs)
+    own = params, anchor, momentum
+    params, *rest = _moved(plan, p, lands, own, specs, cuts)
     return (replicas.many(params), *rest), flight
 
   args = own, state.outer.flight
@@ -290,8 +319,8 @@ def pair(plan, p, state):
     params, each = replicas.one(own)
     anchor, momentum = each['anchor'], each['momentum']
     gap = pairs.gap(plan, plan.of(params, p), plan.of(anchor, p), step)
-    found = _moved(plan, p, gap, params, anchor, momentum, None)
-    params, anchor, momentum = found
+    own = params, anchor, momentum
+    params, anchor, momentum = _moved(plan, p, gap, own)
     return replicas.many((params, dict(anchor=anchor, momentum=momentum)))
 
   params, each = _run(body, (own, state.step), own)
@@ -299,53 +328,6 @@ def pair(plan, p, state):
 
 
 KINDS = {f.__name__: f for f in (send, land, exchange, turn, pair)}
-
-
-def settled(state):
-  """State whose params are the mean of the anchors, where each replica has its
-  own: what is saved, evaluated and decoded. Else the state itself."""
-  if not state.replicas or not state.outer.each:
-    return state
-  each = state.outer.each['anchor']
-  learned = {p: state.params[p] for p in each}
-  return state._replace(params=state.params | jax.jit(_mean)(each, learned))
-
-
-def with_mean(found, state, evaluator):
-  """An evaluate.Evaluation of the anchor, with that of the replicas' mean.
-
-  Args:
-    found: the Evaluation. state: State. evaluator: evaluate.Evaluator.
-  """
-  params, like = state.outer.params, state.params
-  spread = float(jax.jit(_spread)(params, like))
-  return found._replace(mean=evaluator(mean(state)), spread=spread)
-
-
-def mean(state):
-  """{path: array}: the mean of the replicas' parameters, laid out as one's."""
-  return jax.jit(_mean)(state.outer.params, state.params)
-
-
-def _spread(params, like):
-  """() root of the mean square distance of replicas from their mean, over its
-  length."""
-  specs = _specs(like)
-
-  def body(params):
-    own = replicas.one(params)
-    mean = jax.lax.pmean(own, replicas.AXIS)
-    squares = lambda tree: replicas.squares(specs, tree).sum()
-    away = squares(jax.tree.map(jnp.subtract, own, mean))
-    away = jax.lax.pmean(away, replicas.AXIS)
-    return jnp.sqrt(away / squares(mean))
-
-  return replicas.region(body, (_specs(params),), jax.P())(params)
-
-
-def _mean(params, like):
-  body = lambda params: jax.lax.pmean(replicas.one(params), replicas.AXIS)
-  return _run(body, (params,), like)
 
 
 def functions(config, model):

@@ -188,7 +188,10 @@ def test_text(report):
 
 @support.compiles('tpu')
 def test_what_replicas_exchange_stands_apart():
-  """In the anchor's shards, once a period; a step is without it."""
+  """In the anchor's shards, once a period; a step is without it.
+
+  Of reduce-scatters as small as these the compiler for TPUs makes all-reduces.
+  """
   loop = {'outer.exchange': 'mean', 'outer.period': 20, 'outer.fragments': 2}
   narrow = {'model.param_dtype': 'float32', 'model.num_layers': 2}
   config = tiny(loop | narrow)
@@ -196,11 +199,13 @@ def test_what_replicas_exchange_stands_apart():
   names = [f'exchange of fragment {p}' for p in (0, 1)]
   assert list(found.exchanges) == names
   every = [c for n in names for c in found.exchanges[n].collectives]
-  assert {c.axes for c in every} == {('replica',)}
-  sent = sum(c.total for c in every)  # 2 (R - 1) / R of the parameters
+  over = [c for c in every if c.axes == ('replica',)]
+  assert {c.axes for c in every if c not in over} <= {('fsdp',)}  # of norms
+  sent = sum(c.total for c in over)
   shards = found.held['parameters']
-  assert shards <= sent < 1.05 * shards  # tiles of TPUs may be padded
-  assert found.held['outer'] == 2 * shards
+  # 2 (R - 1) / R of the parameters, to 3: a sum whole, gathered as well.
+  assert 0.95 * shards <= sent < 1.5 * shards
+  assert 0.98 * shards <= found.held['outer'] <= shards  # two trees of 1 / R
   for name in names:
     assert sum(found.classes(name).values()) == found.peak(name)
   of_steps = [c for p in found.programs.values() for c in p.collectives]

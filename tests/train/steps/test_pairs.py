@@ -13,6 +13,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
 from paraxis.train.certify import inputs
 from paraxis.train.certify import trial
+from paraxis.train.steps import anchor
 from paraxis.train.steps import outer
 from paraxis.train.steps import pairs
 
@@ -132,7 +133,7 @@ def test_their_mean_moves_as_the_anchor_of_heavy_ball_diloco():
           for p, x in state.outer.params.items()
         }
         state = state._replace(outer=state.outer._replace(params=moved))
-      state = outer.settled(state)
+      state = anchor.settled(state)
     found[name] = jax.device_get(state.params)
   support.close(found['pairs'], found['mean'], 1e-12)
 

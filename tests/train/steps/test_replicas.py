@@ -260,8 +260,27 @@ LOOPS = {
 
 @pytest.mark.parametrize('name', LOOPS)
 def test_exchanges_equal_numpy(name):
-  loop = LOOPS[name]
-  runner = runner_of(config_of('replica=2,fsdp=2', loop=loop))
+  follows_numpy(LOOPS[name], 'replica=2,fsdp=2')
+
+
+@pytest.mark.parametrize(
+  ('name', 'mesh'),
+  [
+    ('diloco', 'replica=2,data=2,tensor=2'),  # each on a dimension of its own
+    ('diloco', 'replica=2,context=2,fsdp=2'),
+    ('fragments', 'replica=4,data=2'),
+    ('local sgd', 'replica=3'),  # divides no dimension
+    ('diloco', ''),
+  ],
+)
+def test_an_anchor_in_shards_moves_as_in_numpy(name, mesh):
+  follows_numpy(LOOPS[name], mesh)
+
+
+def follows_numpy(loop, mesh):
+  """Steps and exchanges of a loop on a mesh, beside `by_numpy`."""
+  changes = {'train.batch_size': 12} if 'replica=3' in mesh else {}
+  runner = runner_of(config_of(mesh, changes, loop))
   run, params = exchanged(runner), inputs.parameters(runner)
   state, batches = runner.start(params), even(runner.config)
   anchor = {p: np.array(x) for p, x in params.items()}

@@ -49,7 +49,7 @@ def test_replicas_that_exchange_by_sums_are_seen():
   )
   assert check({}).passed
   found = check({'outer.exchange': 'mean', 'outer.pull': 0.0})
-  assert not found.passed and found.measured.startswith('all-reduce, 1.5')
+  assert not found.passed and found.measured.startswith('all-gather, reduce-sc')
 
 
 def test_one_fragment_has_the_whole_peak():
@@ -162,7 +162,7 @@ def test_bytes_are_those_of_a_period():
     run, meshes=['replica=2,tensor=2'], fewer=fewer
   )
   right = check(50)
-  assert right.passed and right.measured.startswith('0 in a step, 50.')
+  assert right.passed and right.measured.startswith('0 in a step, 51.')
   assert not check(60).passed
   often = claim_cases.run_of('diloco', SMALL | {'outer.period': 5})
   found = exchanges.messages(often, meshes=['replica=2,tensor=2'], fewer=50)
