@@ -76,7 +76,8 @@ def check_fits(config, sizes):
   mesh = dataclasses.replace(config.mesh, **sizes)
   full = dataclasses.replace(config, mesh=mesh)
   named = (config.model.dtype, config.model.param_dtype)
-  with jax.enable_x64(jax.config.jax_enable_x64 or 'float64' in named):
+  on = jax.dtypes.canonicalize_dtype('float64') == 'float64'
+  with jax.enable_x64(on or 'float64' in named):
     program.of_shapes(full, abstract=True)
 
 
