@@ -498,7 +498,8 @@ TABLE = [
     'one = x.max(0) if whole else x.mean(0)',
     'one = x[0]',
     'a run of other replicas takes the first of the former',
-    'tests/train/steps/test_outer.py::test_other_replicas_begin_with_the_mean',
+    'tests/train/steps/test_outer.py::test_other_replicas_begin_with_the_mean'
+    '[late]',
   ),
   Mutation(
     'direction_of_a_layer',

@@ -52,6 +52,9 @@ STREAMED = {
 ON = 'replica=2,fsdp=2,tensor=2'
 
 
+SHARDED = STREAMED | {  # anchor and momentum, over replicas
+  'outer.delay': 0, 'outer.mixing': 0.0, 'outer.fragments': 1,
+}  # fmt: skip
 PAIRED = {
   'outer.exchange': 'pairs', 'outer.period': 2, 'outer.pull': 0.7,
   'outer.momentum': 0.5, 'outer.nesterov': False, 'train.steps': 8,
@@ -63,11 +66,13 @@ PAIRED = {
   ('loop', 'kept'),
   [
     ('streamed', 'outer/flight/embedding'),
+    ('sharded', 'outer/momentum/embedding'),
     ('pairs', 'outer/each/anchor/embedding'),
   ],
 )
 def test_a_killed_run_resumes_bitwise(tiny, tmp_path, loop, kept):
-  fields = dict(streamed=STREAMED, pairs=PAIRED)[loop]
+  loops = dict(streamed=STREAMED, sharded=SHARDED, pairs=PAIRED)
+  fields = loops[loop]
   _, said = tiny.run(tmp_path / 'whole', fields, ON)
   assert any(
     line.startswith('replicas') or '\nreplicas' in line for line in said
@@ -82,7 +87,7 @@ def test_a_killed_run_resumes_bitwise(tiny, tmp_path, loop, kept):
   assert support.losses(tmp_path / 'whole') == support.losses(tmp_path / 'cut')
   last = metrics.read(tmp_path / 'whole')[8]
   both = last['eval/bits_per_byte'], last['eval/mean/bits_per_byte']
-  assert (both[0] == both[1]) == (loop == 'pairs')  # they have just met
+  assert (both[0] == both[1]) == (loop != 'streamed')  # they have just met
   own = {p: x for p, x in saved(tmp_path / 'whole', 8).items() if '/' in p}
   each = [x for p, x in own.items() if p.startswith('outer/params/')]
   means = [x.mean(0) for x in each]
@@ -104,10 +109,11 @@ def saved(folder, step):
     return jax.device_get(store.restore(step, like)[0])
 
 
-def test_other_replicas_begin_with_the_mean(tiny, tmp_path):
-  tiny.run(tmp_path, STREAMED | {'train.steps': 3}, ON)
+@pytest.mark.parametrize('loop', [STREAMED, SHARDED], ids=['late', 'sharded'])
+def test_other_replicas_begin_with_the_mean(tiny, tmp_path, loop):
+  tiny.run(tmp_path, loop | {'train.steps': 3}, ON)
   before = saved(tmp_path, 3)
-  job = tiny.job(STREAMED | {'train.steps': 8}, 'replica=4,fsdp=2')
+  job = tiny.job(loop | {'train.steps': 8}, 'replica=4,fsdp=2')
   said = []
   with job.context(), store_lib.Store(tmp_path / 'checkpoints') as store:
     state, first, _ = start.state(job, store, None, said.append)
@@ -122,7 +128,7 @@ def test_other_replicas_begin_with_the_mean(tiny, tmp_path):
     for own in after[path]:
       np.testing.assert_allclose(own, one, rtol=1e-6, atol=1e-8)
   assert after['outer/params/embedding'].shape[0] == 4
-  _, said = tiny.run(tmp_path, STREAMED, 'replica=4,fsdp=2')
+  _, said = tiny.run(tmp_path, loop, 'replica=4,fsdp=2')
   assert any(line.startswith('step 8/8') for line in said)
 
 
