@@ -111,8 +111,9 @@ def variables(state):
   if not state.replicas:
     return state.variables
   out = of_one(state.outer.params)
-  gathered = lambda tree: {p: jax.reshard(x, out[p]) for p, x in tree.items()}
-  return jax.jit(gathered)(state.params) | state.counts
+  # Not under a jit of its own, which each evaluation would compile anew.
+  gathered = {p: jax.reshard(x, out[p]) for p, x in state.params.items()}
+  return gathered | state.counts
 
 
 def with_mean(found, state, evaluator):
