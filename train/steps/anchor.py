@@ -6,10 +6,11 @@ replica that hold the same numbers. It is ZeRO (arXiv:1910.02054) for the state
 of an outer loop. A device cuts its part from the replica's parameters, receives
 a shard of the mean (reduce-scatter), moves its shard of the anchor, and gathers
 all of the new one, over replicas first. So what crosses replicas, on the slower
-network, is sent once by a replica and not by each of its devices. (Of reduce-
-scatters below some 30 MiB together XLA for TPUs makes all-reduces, with half as
-many bytes again.) What no dimension divides, and whatever is late or in codes,
-is whole in each replica: landing sends nothing.
+network, is sent once by a replica and not by each of its devices. (XLA for TPUs
+makes all-reduces of small reduce-scatters: compiled for v5e, v5p and v6e 0 to
+6% more bytes of 230 MB to 1 GB of parameters a device, 40% of 3 to 70 MB.) What
+no dimension divides, and whatever is late or in codes, is whole in each
+replica: landing sends nothing.
 
 What is evaluated and decoded is the whole anchor, gathered for that time.
 Checkpoints are of its shards, and read onto any number of replicas.
