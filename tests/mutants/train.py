@@ -435,8 +435,8 @@ TABLE = [
   Mutation(
     'anchor_parts',
     'train/steps/anchor.py',
-    'x = annotate.own(x, (a,), i)',
-    'x = annotate.own(x, (replicas.AXIS,), i)',
+    'x = x if axis == replicas.AXIS else annotate.own(x, (axis,), i)',
+    'x = x if axis == replicas.AXIS else annotate.own(x, (replicas.AXIS,), i)',
     'a device moves the part of another of its replica',
     _REPLICAS + 'test_an_anchor_in_shards_moves_as_in_numpy'
     '[diloco-replica=2,data=2,tensor=2]',
@@ -444,8 +444,8 @@ TABLE = [
   Mutation(
     'anchor_of_narrow_floats',
     'train/steps/anchor.py',
-    'x = x.astype(jnp.promote_types(x.dtype, jnp.float32))',
-    'pass',
+    'x = own(x, cut).astype(jnp.promote_types(x.dtype, jnp.float32))',
+    'x = own(x, cut)',
     'a mean of bfloat16 parameters is rounded before the gap is taken',
     'tests/train/steps/test_anchor.py::'
     'test_a_small_gap_of_bfloat16_parameters_is_kept',

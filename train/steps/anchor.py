@@ -1,16 +1,19 @@
 """Where the anchor of replicas lies, and what a model reads of it.
 
-Anchor and momentum are sharded where a sum lands when it is sent (outer.
-exchange=mean without delay and codec): over replicas, and over all devices of a
-replica that hold the same numbers. It is ZeRO (arXiv:1910.02054) for the state
-of an outer loop. A device cuts its part from the replica's parameters, receives
-a shard of the mean (reduce-scatter), moves its shard of the anchor, and gathers
-all of the new one, over replicas first. So what crosses replicas, on the slower
-network, is sent once by a replica and not by each of its devices. (XLA for TPUs
-makes all-reduces of small reduce-scatters: compiled for v5e, v5p and v6e 0 to
-6% more bytes of 230 MB to 1 GB of parameters a device, 40% of 3 to 70 MB.) What
-no dimension divides, and whatever is late or in codes, is whole in each
-replica: landing sends nothing.
+With outer.exchange=mean, anchor, momentum and what is under way are sharded
+over all devices of a replica that hold the same numbers: it is ZeRO
+(arXiv:1910.02054) for the state of an outer loop. A device cuts its part from
+the replica's parameters, moves its part of the anchor, and gathers the new one.
+So what crosses replicas, on the slower network, is sent once by a replica and
+not by each of its devices.
+
+Where a sum lands when it is sent (neither delay nor codec) they are sharded
+over replicas too: a device receives a shard of the mean (reduce-scatter), and
+gathers over replicas first. (XLA for TPUs makes all-reduces of small
+reduce-scatters: compiled for v5e, v5p and v6e 0 to 6% more bytes of 230 MB to
+1 GB of parameters a device, 40% of 3 to 70 MB.) With a delay or codes each
+replica holds all of them, so that landing sends nothing over replicas. An axis
+that divides no dimension is left out; that of replicas, all of them.
 
 What is evaluated and decoded is the whole anchor, gathered for that time.
 Checkpoints are of its shards, and read onto any number of replicas.
@@ -26,20 +29,21 @@ from paraxis.train.steps import gradients as gradients_lib
 from paraxis.train.steps import replicas
 
 
-def sharded(x, first=0):
+def sharded(x, first=0, over=True):
   """An array of one replica, which all have, laid out as an anchor.
 
   Each mesh axis that it is not on is put on the first dimension that it
   divides; if that of replicas divides none, the array stays as it is.
 
-  first: the dimension to begin with.
+  first: the dimension to begin with. over: over replicas too.
   """
   sizes = annotate.sizes()
   if replicas.AXIS not in sizes:
     return x
   held = gradients_lib.axes_of(jax.typeof(x).sharding.spec)
   taken = {a for axes in held for a in axes} | {replicas.AXIS}
-  for axis in (*(a for a in sizes if a not in taken), replicas.AXIS):
+  axes = [a for a in sizes if a not in taken]
+  for axis in axes + [replicas.AXIS] * over:
     parts = [sizes[axis] * math.prod(sizes.get(a, 1) for a in h) for h in held]
     fits = [i for i in range(first, x.ndim) if x.shape[i] % parts[i] == 0]
     if fits:
@@ -60,22 +64,27 @@ def cuts(state):
   return out
 
 
+def own(x, cut):
+  """This device's part of what a replica has, in a region."""
+  for axis, i in cut:
+    x = x if axis == replicas.AXIS else annotate.own(x, (axis,), i)
+  return x
+
+
 def mean_shard(x, cut):
   """This device's shard of an array's mean over replicas, in a region.
 
   In float32 at least: what is subtracted from the anchor after it is summed,
   and not before, would lose the digits of a small gap.
   """
-  *copies, (axis, last) = cut
-  for a, i in copies:
-    x = annotate.own(x, (a,), i)
-  x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  axis, last = cut[-1]
+  x = own(x, cut).astype(jnp.promote_types(x.dtype, jnp.float32))
   x = jax.lax.psum_scatter(x, axis, scatter_dimension=last, tiled=True)
   return x / jax.lax.axis_size(axis)
 
 
 def whole(x, cut):
-  """All that a replica has of an anchor, of its shards, in a region."""
+  """All that a replica has of an anchor, of its parts, in a region."""
   for axis, i in reversed(cut):
     x = jax.lax.all_gather(x, axis, axis=i, tiled=True)
   return x

@@ -30,13 +30,14 @@ A mean weighs replicas alike, whatever number of targets they read. What a run
 does not learn is not sent, but held twice, with the anchor and with the
 replica's parameters.
 
-Cost: of a fragment of N numbers on a device it sends 2 (R - 1) / R N. Where the
-sum lands at once these are a reduce-scatter and an all-gather, and anchor and
-momentum are sharded over replicas (anchor.py): two trees of N / R. Else they
-are an all-reduce or codes, and both trees whole in every replica, with a third
-of what is under way. Between exchanges a step sends nothing
-(train/steps/replicas.py); several processes still meet in the loop, for a flag
-and the numbers of each step.
+Cost: of a fragment of N numbers a replica sends 2 (R - 1) / R N, each device of
+those that hold them its part (anchor.py). Where the sum lands at once these are
+a reduce-scatter and an all-gather, and anchor and momentum are sharded over
+replicas: two trees of N / R. Else they are an all-reduce or codes, and both
+trees are N in every replica, with a third of what is under way; at landing the
+devices of a replica gather what it begins with. Between exchanges a step sends
+nothing (train/steps/replicas.py); several processes still meet in the loop, for
+a flag and the numbers of each step.
 
 Legend: R replicas.
 """
@@ -133,10 +134,9 @@ class Plan:
 
   def sharded(self, tree):
     """{path: array} of anchors, over replicas where a sum lands at once."""
-    if self.outer.delay or self.outer.codec:
-      return tree
+    over = not (self.outer.delay or self.outer.codec)
     layered = self.stacked if self.outer.fragments > 1 else ()  # `of` cuts it
-    lay = lambda q, x: anchor_lib.sharded(x, int(q in layered))
+    lay = lambda q, x: anchor_lib.sharded(x, int(q in layered), over)
     return {q: lay(q, x) for q, x in tree.items()}
 
 
@@ -187,15 +187,14 @@ def _gap(plan, p, params, anchor, cuts):
   cuts: of anchor.cuts.
   """
   own, anchor = plan.of(params, p), plan.of(anchor, p)
-  gaps = {}
+  mean = lambda x: jax.lax.pmean(x, replicas.AXIS)
+  summed, gaps = _mean_of_codes if plan.outer.codec else mean, {}
   for q, x in own.items():
-    if plan.outer.codec:
-      gaps[q] = _mean_of_codes(anchor[q] - x)
-    elif cuts[q]:
+    if replicas.AXIS in dict(cuts[q]):
       gap = anchor[q] - anchor_lib.mean_shard(x, cuts[q])
       gaps[q] = gap.astype(x.dtype)
     else:
-      gaps[q] = jax.lax.pmean(anchor[q] - x, replicas.AXIS)
+      gaps[q] = summed(anchor[q] - anchor_lib.own(x, cuts[q]))
   return gaps
 
 

@@ -40,8 +40,20 @@ HELD = [  # mesh, outer, {path: mesh axes of its anchor beyond the parameter's}
       'layers/mlp/up': ((), ('data', 'replica'), ()),
     },
   ),
-  ('replica=2,data=2', schema.Outer('mean', 4, delay=1), {}),
-  ('replica=2,data=2', schema.Outer('mean', 4, codec='e3m0'), {}),
+  (
+    'replica=2,data=2,fsdp=2',
+    schema.Outer('mean', 4, delay=1),
+    {
+      'embedding': (('data',), ()),
+      'layers/mlp_norm/scale': (('data', 'fsdp'), ()),
+    },
+  ),
+  (
+    'replica=2,data=2',
+    schema.Outer('mean', 4, codec='e3m0'),
+    {'embedding': (('data',), ())},
+  ),
+  ('replica=2', schema.Outer('mean', 4, delay=1), {}),
   ('replica=3', MEAN, {'embedding': ((), ())}),
   ('data=2', MEAN, {}),
 ]
@@ -78,16 +90,18 @@ def test_an_anchor_is_sharded_where_a_sum_lands_at_once(mesh, loop, wanted):
     assert not any(a for each in found.values() for a in each)
 
 
-def test_a_replica_sends_each_number_once():
+@pytest.mark.parametrize('delay', [0, 1])
+def test_a_replica_sends_each_number_once(delay):
   """Over replicas, whatever number of its devices hold it."""
   found = {}
   for mesh in ('replica=2', 'replica=2,data=2', 'replica=2,data=4'):
-    job = job_of(mesh, changes={'train.batch_size': 16})
+    loop = schema.Outer('mean', 4, delay=delay)
+    job = job_of(mesh, loop, {'train.batch_size': 16})
     run = outer.Exchange(job)
     with job.context():
       run.compile()
-    (text,) = (p.as_text() for p in run.programs.values())
-    each = hlo.collectives(text, job.mesh)
+    texts = [p.as_text() for p in run.programs.values()]
+    each = [c for text in texts for c in hlo.collectives(text, job.mesh)]
     assert {c.axes for c in each} <= {('replica',), ('data',)}
     over = sum(c.total for c in each if replicas.AXIS in c.axes)
     found[mesh] = over * job.mesh.shape['data']

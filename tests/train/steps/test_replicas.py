@@ -178,7 +178,7 @@ def exchanged(runner):
   return made
 
 
-def test_an_exchange_sends_each_fragment_once_and_landing_nothing():
+def test_an_exchange_sends_each_part_once_and_landing_nothing_over_replicas():
   runner = runner_of(config_of('replica=2,fsdp=2,tensor=2', loop=STREAMED))
   found = {
     name: hlo.collectives(program.as_text(), runner.job.mesh)
@@ -186,12 +186,14 @@ def test_an_exchange_sends_each_fragment_once_and_landing_nothing():
   }
   whole = sum(
     8 * math.prod(x.sharding.shard_shape(x.shape))
-    for x in runner.job.built.params.values()
+    for x in runner.job.state.params.values()  # the anchor's parts
   )
   sent = [found[f'send of fragment {p}'] for p in (0, 1)]
   assert all({c.axes for c in each} == {('replica',)} for each in sent)
   assert sum(c.bytes for each in sent for c in each) == whole
-  assert not any(found[f'land of fragment {p}'] for p in (0, 1))
+  landed = [c for p in (0, 1) for c in found[f'land of fragment {p}']]
+  assert landed and {c.kind for c in landed} == {'all-gather'}
+  assert not any('replica' in c.axes for c in landed)
 
 
 def by_numpy(loop, done, anchor, momentum, replicas, flight):
@@ -269,6 +271,8 @@ def test_exchanges_equal_numpy(name):
     ('diloco', 'replica=2,data=2,tensor=2'),  # each on a dimension of its own
     ('diloco', 'replica=2,context=2,fsdp=2'),
     ('fragments', 'replica=4,data=2'),
+    ('streamed', 'replica=2,data=2,context=2'),
+    ('co2, fragments', 'replica=2,data=2,fsdp=2'),  # a norm over parts
     ('local sgd', 'replica=3'),  # divides no dimension
     ('diloco', ''),
   ],
