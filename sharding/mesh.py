@@ -52,6 +52,16 @@ def parse(text: str) -> dict[str, int]:
   return sizes
 
 
+def virtual_devices(sizes: Mapping[str, int]) -> int:
+  """Virtual CPU devices where no accelerator is: one for each place of a mesh.
+
+  8 for more places than that, which --devices= must ask for, and for an axis of
+  all that are left.
+  """
+  places = math.prod(sizes.values())
+  return places if 0 < places < 8 else 8
+
+
 def describe(sizes: Mapping[str, int]) -> str:
   """{'data': 2, 'tensor': 1} -> 'data=2' (axes of size 1 are left out)."""
   shown = [f'{a}={sizes[a]}' for a in AXES if sizes.get(a, 1) != 1]
@@ -103,7 +113,8 @@ def resolve(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     fits = ' | '.join(factorisations(num_devices, asked))
     raise errors.UserError(
       f'mesh {named} has {known} places for {num_devices} devices, and no '
-      f'device may be idle; these fit: {fits}. (--devices={known} asks for '
+      f'device may be idle; these fit: {fits}. Give one as --mesh=. '
+      f'(--devices={known} asks for '
       f'{known} virtual CPU devices; with paraxis launch, '
       f'--devices_per_process=N, {known} in all processes.)'
     )

@@ -36,7 +36,8 @@ _MESH = (
 )  # fmt: skip
 _DEVICES = (
   'count', 'devices=N', 0,
-  'virtual CPU devices; 0: the accelerators present, else 8 virtual ones',
+  'virtual CPU devices; 0: the accelerators present, else a virtual one for '
+  'each place of the mesh, up to 8',
 )  # fmt: skip
 _COMPARED = 'init_optimizer', 'init_layers', 'init_ema', 'profile'
 _JSON = (bool, 'json', False, 'print one JSON document instead of the table')
@@ -50,13 +51,14 @@ def _train(values, config, _):
     raise errors.UserError('--workdir is missing: name a run directory.')
   hosts = values.coordinator_address, values.num_processes, values.process_id
   several = hosts_lib.check(*hosts)
-  mesh.parse(values.mesh)
+  sizes = _sizes(values, config)
   if not values.init_from:  # else the weights say what the model is
     from paraxis.train.run import early
 
     folder = '' if several or values.dry_run else values.workdir
     early.check(config, folder, values.profile, values.from_scratch)
-  command_line.prepare_devices(values.devices)
+  otherwise = 8 if several else mesh.virtual_devices(sizes)
+  command_line.prepare_devices(values.devices, otherwise)
   if several:
     # --from_scratch is not: launchers drop it, each when it sees a commit.
     flags = {name: getattr(values, name) for name in _COMPARED}
@@ -82,6 +84,16 @@ def _train(values, config, _):
     print(result['evaluation'].line())
     print(held_out.against_gzip(config, result['evaluation']))
   return errors.EXIT_OK
+
+
+def _sizes(values, config):
+  """{mesh axis: size} of --mesh, which replaces that of a config.
+
+  values: with mesh. config: schema.Config or None.
+  """
+  if values.mesh or config is None:
+    return mesh.parse(values.mesh)
+  return {axis: getattr(config.mesh, axis) for axis in mesh.AXES}
 
 
 def _dry_run(config, values, source):
@@ -111,7 +123,9 @@ def _plain(values, config):
 
 
 def _doctor(values, config, _):
-  command_line.prepare_devices(values.devices)
+  sizes = _sizes(values, config)
+  alone = mesh.virtual_devices(sizes) if sizes else 8
+  command_line.prepare_devices(values.devices, alone)
   if values.kernels:
     from paraxis.train.bench import kernel_matrix
 

@@ -334,11 +334,12 @@ _ACCELERATORS = (
 _COMPILERS = 'libtpu', 'jax_cuda13_plugin', 'jax_cuda12_plugin'
 
 
-def prepare_devices(count):
+def prepare_devices(count, otherwise=8):
   """Before jax starts: `count` virtual CPU devices; 0: what the machine has.
 
-  A machine without accelerators then shows 8 virtual devices. On CPU, freed
-  memory is kept (allocator). UserError: an unknown platform in JAX_PLATFORMS.
+  A machine without accelerators then shows `otherwise` virtual devices. On CPU,
+  freed memory is kept (allocator). UserError: an unknown platform in
+  JAX_PLATFORMS.
   """
   flag = '--xla_force_host_platform_device_count'
   given = os.environ.get('XLA_FLAGS', '')
@@ -349,7 +350,7 @@ def prepare_devices(count):
     kept = [f for f in given.split() if not f.startswith(flag)]
     os.environ['XLA_FLAGS'] = ' '.join([*kept, f'{flag}={count}'])
   elif flag not in given:
-    os.environ['XLA_FLAGS'] = f'{given} {flag}=8'.strip()
+    os.environ['XLA_FLAGS'] = f'{given} {flag}={otherwise}'.strip()
   alone = not any(map(glob.glob, _ACCELERATORS))
   if alone and not count and any(map(importlib.util.find_spec, _COMPILERS)):
     # They are here to compile with: without a device libtpu warns, and jax's

@@ -21,6 +21,17 @@ def test_resolve_names_all_axes_in_order():
   assert set(mesh.resolve({}, 1).values()) == {1}
 
 
+def test_virtual_devices_are_as_many_as_places():
+  found = [
+    mesh.virtual_devices(sizes)
+    for sizes in (
+      {}, {'data': 2, 'tensor': 3}, {'fsdp': 8}, {'data': 16},
+      {'fsdp': -1}, {'fsdp': -1, 'data': 2}, {'data': 0},
+    )
+  ]  # fmt: skip
+  assert found == [1, 6, 8, 8, 8, 8, 8]
+
+
 def test_factorisations_are_the_most_even_first():
   found = mesh.factorisations(8, ('data', 'fsdp', 'tensor'))
   assert found[0] == 'data=2,fsdp=2,tensor=2' and len(found) == 6

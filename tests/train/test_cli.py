@@ -3,13 +3,16 @@
 import importlib.metadata
 import json
 import os
+import pathlib
 import pwd
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
+import paraxis
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.train import cli
@@ -162,6 +165,22 @@ def test_a_dry_run_prints_the_header_and_leaves_nothing(tiny, tmp_path, capsys):
   last = capsys.readouterr().out.splitlines()[-1]
   assert last.endswith(f'in {tmp_path / "run"}')
   assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('flags, n', [([], 1), (['--mesh=data=2'], 2)])
+def test_the_config_of_the_readme_trains_on_as_many_places(tmp_path, flags, n):
+  """Without --devices, where no accelerator is; it is one place itself."""
+  page = (pathlib.Path(paraxis.__path__[0]) / 'README.md').read_text('utf-8')
+  (text,) = re.findall(r'```python\n(.*?)```', page, re.S)
+  (tmp_path / 'mine.py').write_text(text)
+  command = 'train', '--config=mine.py', '--dry_run', *flags
+  done = subprocess.run(
+    [sys.executable, '-m', 'paraxis.train.cli', *command], cwd=tmp_path,
+    env=os.environ | dict(XLA_FLAGS='', JAX_PLATFORMS='cpu'),
+    capture_output=True, text=True,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert f': {n} x cpu' in done.stdout
 
 
 @pytest.mark.parametrize('process, lines', [(-1, 2), (0, 2), (1, 0)])

@@ -266,6 +266,8 @@ def test_devices(monkeypatch, given, count, wanted):
   monkeypatch.setenv('JAX_PLATFORMS', 'tpu')
   command_line.prepare_devices(count)
   assert os.environ['XLA_FLAGS'] == wanted
+  command_line.prepare_devices(count, otherwise=5)  # where nobody says
+  assert os.environ['XLA_FLAGS'] == wanted
   # Virtual devices are the CPU's, whatever else the machine has.
   assert os.environ['JAX_PLATFORMS'] == ('cpu' if count else 'tpu')
 
