@@ -62,7 +62,8 @@ def _train(values, config, _):
   if several:
     # --from_scratch is not: launchers drop it, each when it sees a commit.
     flags = {name: getattr(values, name) for name in _COMPARED}
-    flags['init_from'] = bool(values.init_from)  # a host may keep it elsewhere
+    # A host may keep it elsewhere; what is there is compared in `differing`.
+    flags['init_from'] = bool(values.init_from)
     compared = hosts_lib.fields_of(config, values.workdir, values.mesh, flags)
     hosts_lib.connect(*hosts, compared)
   source = exchange_command.source(values)

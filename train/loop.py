@@ -127,7 +127,7 @@ def run(
   config, settings = job.config, job.config.train
   token = cost(config)  # outside the context of the run's mesh
   traced = early.traced(options.profile, settings.steps)
-  path, lock = _claim(job, workdir, options.from_scratch, say)
+  path, lock = _claim(job, workdir, options.from_scratch, say, source)
   events = path / ledger.FILE if jax.process_index() == 0 else None
   with (
     lock,
@@ -201,7 +201,7 @@ def _recorder(job, step, path, token, callbacks, say, loggers):
   return recorder_lib.Recorder(job, writers, progress, callbacks, rates)
 
 
-def _claim(job, workdir, from_scratch, say):
+def _claim(job, workdir, from_scratch, say, source=None):
   """Process 0 locks the folder, the others wait: -> (path, a context)."""
   path, lock, problem = workdir_lib.resolve(workdir), None, None
   if jax.process_index() == 0:
@@ -210,7 +210,7 @@ def _claim(job, workdir, from_scratch, say):
     except (errors.UserError, errors.IntegrityError) as e:
       problem = e
   if jax.process_count() > 1:
-    others = hosts.differing(job, path, problem)  # the others wait for it
+    others = hosts.differing(job, path, problem, source)  # the others wait
     problem = problem or others
   if problem:
     if lock:

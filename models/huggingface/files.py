@@ -31,6 +31,7 @@ OTHER_TOKENIZERS = (
   'vocab.json', 'merges.txt', 'vocab.txt', 'tokenizer.model', 'spiece.model',
 )  # fmt: skip
 PICKLES = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
+_BLOCK, _BLOCKS = 2**16, 16  # bytes of a file that are hashed, and how often
 
 
 class Files:
@@ -65,16 +66,35 @@ class Files:
     """Text of a tokenizer.json; '': there is none."""
     raise NotImplementedError
 
-  def fingerprint(self) -> str:
-    """sha256 of the names and sizes of all files and of the config.
+  def fingerprint(self, sampled=True) -> str:
+    """sha256 of the names and sizes of all files, of the config and a sample.
 
-    Folders within are left out: their size is the file system's.
+    Weights of one architecture have the same sizes: a few blocks of every file
+    tell them apart, and all of it would be read twice. Folders within are left
+    out: their size is the file system's.
+
+    sampled: False: as runs have it that began before there were samples.
     """
     found = [self.path] if self.path.is_file() else self.path.iterdir()
     found = [p for p in found if p.is_file()]
     text = [f'{p.name} {p.stat().st_size}' for p in sorted(found)]
     text.append(json.dumps(self.config, sort_keys=True, default=str))
-    return hashlib.sha256('\n'.join(text).encode()).hexdigest()
+    made = hashlib.sha256('\n'.join(text).encode())
+    for path in sorted(found) if sampled else ():
+      _sample(path, made)
+    return made.hexdigest()
+
+
+def _sample(path, digest):
+  """Hashes blocks of a file: the first, the last, and some between them."""
+  last = max(path.stat().st_size - _BLOCK, 0)
+  try:
+    with path.open('rb') as file:
+      for at in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
+        file.seek(at)
+        digest.update(file.read(_BLOCK))
+  except OSError as e:
+    raise errors.UserError(f'{path} does not read: {e}.') from e
 
 
 class Folder(Files):

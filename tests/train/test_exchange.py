@@ -178,6 +178,21 @@ def test_other_weights_leave_the_tokenizer_of_a_run(run, exported, tmp_path):
   origin_lib.Foreign(str(exported)).configured(default, there, quiet)
 
 
+def test_a_run_that_kept_names_and_sizes_of_its_weights_goes_on(
+  exported, tmp_path, monkeypatch
+):
+  """One that began before a fingerprint had a sample of their bytes."""
+  whole = files_lib.Files.fingerprint
+  with monkeypatch.context() as earlier:
+    sizes = lambda self, sampled=True: whole(self, sampled=False)
+    earlier.setattr(files_lib.Files, 'fingerprint', sizes)
+    exchange.bring(str(exported), tmp_path, say=quiet)
+  default, again = schema.Config(), origin_lib.Foreign(str(exported))
+  again.configured(default, tmp_path, quiet)
+  began = origin_lib.Run(str(tmp_path))._meta['origin']
+  assert began['sha256'] != again.about['sha256']
+
+
 @pytest.mark.parametrize('lost', [False, True])
 def test_a_folder_of_another_run_keeps_its_files(
   tiny, exported, tmp_path, lost

@@ -195,12 +195,13 @@ def prepare(workdir, from_scratch=False):
     raise problem
 
 
-def differing(job, path, problem):
+def differing(job, path, problem, source=None):
   """A UserError if process 0 failed or the processes are of different runs.
 
   Args:
     job: program.Job. path: of the workdir, which process 0 has locked.
     problem: the error of process 0; None: it has none.
+    source: of the first parameters, what origin.open_ gives; None: new ones.
   """
   from paraxis.sharding import meeting
 
@@ -209,6 +210,8 @@ def differing(job, path, problem):
     'text': job.corpus.fingerprint[:12],
     'tokenizer': job.tokenizer.fingerprint[:12],
   }
+  if source:  # each process reads its own shards from where it has them
+    fields['sha256(--init_from)'] = source.about['sha256'][:12]
   mine = json.dumps([str(problem or ''), fields, _lock(path)])
   all_ = meeting.gather('start of the run', mine, START_SECONDS)
   rows = [json.loads(text) for text in all_]

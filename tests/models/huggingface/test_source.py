@@ -235,12 +235,17 @@ def test_what_does_not_fit(tmp_path, how, words):
 
 
 def test_a_fingerprint_is_of_files(tmp_path):
-  """Of names and sizes; not of folders, nor of links to nothing."""
+  """Of names, sizes and bytes; not of folders, nor of links to nothing."""
   write(tmp_path, notes__txt='abc')
   names = 'config.json', 'model.safetensors', 'notes.txt'
   lines = [f'{n} {(tmp_path / n).stat().st_size}' for n in names]
   lines.append(json.dumps(CONFIG, sort_keys=True))
-  wanted = hashlib.sha256('\n'.join(lines).encode()).hexdigest()
+  old = hashlib.sha256('\n'.join(lines).encode())
+  files = source.Source(tmp_path).files
+  assert files.fingerprint(sampled=False) == old.hexdigest()
+  for name in names:  # each shorter than a block
+    old.update((tmp_path / name).read_bytes())
+  wanted = old.hexdigest()
   found = lambda: source.Source(tmp_path).about['sha256']
   assert found() == wanted
   (tmp_path / 'inner').mkdir()
@@ -249,6 +254,27 @@ def test_a_fingerprint_is_of_files(tmp_path):
   assert found() == wanted
   (tmp_path / 'notes.txt').write_text('abcd')
   assert found() != wanted
+
+
+def test_a_fingerprint_tells_weights_of_equal_size_apart(tmp_path):
+  """Whichever tensor differs, if it is longer than what blocks leave out."""
+  shapes = dict(first=(300, 1000), inner=(300, 1000), last=(300, 1000))
+  file = tmp_path / 'model.safetensors'
+  (tmp_path / 'config.json').write_text(json.dumps(CONFIG))
+
+  def found(**other):
+    kept = {
+      n: np.full(shape, other.get(n, 1), 'f4') for n, shape in shapes.items()
+    }
+    safetensors.save_file(kept, str(file))
+    folder = files_lib.Folder(tmp_path)
+    return folder.fingerprint(), folder.fingerprint(sampled=False)
+
+  same = found()
+  assert same == found()
+  for name in shapes:
+    sampled, sizes = found(**{name: 2})
+    assert sizes == same[1] and sampled != same[0], name
 
 
 def test_a_tokenizer_that_does_not_read(tmp_path):

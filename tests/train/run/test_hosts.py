@@ -4,6 +4,7 @@ Two processes with four virtual devices each, through the real command line.
 """
 
 import hashlib
+import json
 import pathlib
 import shutil
 import signal
@@ -299,6 +300,32 @@ def test_processes_of_different_runs_are_refused(tiny, tmp_path):
       assert f'process 1 has {flag}=True, process 0 has False' in said
     assert 'Traceback' not in said
   assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.fault(11)
+def test_processes_that_begin_with_other_weights_are_refused(tiny, tmp_path):
+  """Each reads its own shards, from where it has them: two steps of a run."""
+  tiny.run(tmp_path / 'a', {'train.steps': 2, 'checkpoint.every': 1})
+  both = _start_two(
+    tiny,
+    tmp_path / 'run',
+    f'--init_from={tmp_path / "a" / "1"}',
+    other=[f'--init_from={tmp_path / "a" / "2"}'],
+  )
+  ended = _finish(both)
+  seals = [
+    json.loads(
+      (tmp_path / f'a/checkpoints/{step}/manifest/metadata').read_text()
+    )['sha256'][:12]
+    for step in (1, 2)
+  ]
+  for code, said in ended:
+    assert code == errors.EXIT_USER, ended
+    assert (
+      f'process 1 has sha256(--init_from)={seals[1]}, process 0 has {seals[0]}'
+    ) in said
+    assert 'Traceback' not in said
+  assert not (tmp_path / 'run' / 'checkpoints').exists()
 
 
 def test_what_processes_compare(tiny, tmp_path, monkeypatch):
