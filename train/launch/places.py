@@ -70,7 +70,8 @@ def find(hosts, number, count, environ) -> Place:
   if hosts:
     return _given(hosts, number)
   try:
-    found = _slurm(environ) or _tpu(environ) or _kubernetes(environ, count)
+    found = _slurm(environ, count) or _tpu(environ)
+    found = found or _kubernetes(environ, count)
   except ValueError as e:
     raise errors.UserError(
       f'what the scheduler says of its machines is not understood ({e}): give '
@@ -115,20 +116,27 @@ def _own(host):
     return False
 
 
-def _slurm(environ):
-  """A task of `srun paraxis launch`, which starts its processes."""
-  if 'SLURM_PROCID' not in environ:
-    return None
-  count = int(environ.get('SLURM_NTASKS', 1))
+def _slurm(environ, asked):
+  """A task of `srun paraxis launch`, which starts its processes.
+
+  asked: how many machines a user gave; with 1 the others of a job stay idle.
+  """
+  inside = 'SLURM_PROCID' in environ  # not in the shell that salloc starts
+  count = int(environ.get('SLURM_NTASKS', 1)) if inside else 1
+  machines = int(environ.get('SLURM_JOB_NUM_NODES', 1))
+  sizes = dict(SLURM_NTASKS=count, SLURM_JOB_NUM_NODES=machines)
+  several = [f'{name}={size}' for name, size in sizes.items() if size > 1]
   step = environ.get('SLURM_STEP_NODELIST')
-  if count > 1 and not step:
+  if several and not step and asked != 1:
     raise errors.UserError(
-      f'SLURM_NTASKS={count}, but this is no job step: start it as `srun '
+      f'{", ".join(several)}, but this is no job step: start it as `srun '
       'paraxis launch ...`, or with --hosts=localhost on this machine alone.'
     )
-  first = nodes(step or environ.get('SLURM_JOB_NODELIST', LOOPBACK))[0]
-  if count == 1:
+  if not inside:
+    return None
+  if count == 1 or not step:
     return Place(1, 0, LOOPBACK, 0, 'Slurm')
+  first = nodes(step)[0]
   low, many = _SLURM_PORTS
   port = low + int(environ.get('SLURM_JOB_ID', 0)) % many
   return Place(count, int(environ['SLURM_PROCID']), first, port, 'Slurm')

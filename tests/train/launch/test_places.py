@@ -9,6 +9,11 @@ SLURM = dict(
   SLURM_PROCID='3', SLURM_NTASKS='4', SLURM_JOB_ID='4097',
   SLURM_STEP_NODELIST='node[02-04,11]', SLURM_JOB_NODELIST='a,b',
 )  # fmt: skip
+# -N2: beside what srun sets later, in a script and in a shell.
+SALLOC = dict(
+  SLURM_JOB_ID='4097', SLURM_JOB_NUM_NODES='2', SLURM_JOB_NODELIST='a,b'
+)  # fmt: skip
+SBATCH = SALLOC | dict(SLURM_PROCID='0')
 POD = dict(JOB_COMPLETION_INDEX='2', HOSTNAME='song-2.song.voices.svc')
 TPU = dict(TPU_WORKER_ID='1', TPU_WORKER_HOSTNAMES='t-0.s,t-1.s')
 SLICES = TPU | dict(
@@ -42,6 +47,12 @@ def test_node_lists_of_slurm(text, names):
     (SLURM, 0, (4, 3, 'node02', 61441)),
     (SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}, 0,
      (1, 0, '127.0.0.1', 0)),
+    # A step on one node of a job of two.
+    (SLURM | {'SLURM_NTASKS': '1', 'SLURM_JOB_NUM_NODES': '2'}, 0,
+     (1, 0, '127.0.0.1', 0)),
+    (SALLOC | {'SLURM_JOB_NUM_NODES': '1'}, 0, (1, 0, '127.0.0.1', 0)),
+    (SALLOC, 1, (1, 0, '127.0.0.1', 0)),
+    (SBATCH | {'SLURM_NTASKS': '2'}, 1, (1, 0, '127.0.0.1', 0)),
     (POD, 4, (4, 2, 'song-0.song.voices.svc', places.PORT)),
     (POD | {'HOSTNAME': 'set-workers-0-2', 'JOBSET_NAME': 'set'}, 4,
      (4, 2, 'set-workers-0-0.set', places.PORT)),
@@ -60,6 +71,8 @@ def test_schedulers(environ, count, place):
   'environ, words',
   [
     ({'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'}, ['no job step', 'srun']),
+    (SBATCH, ['SLURM_JOB_NUM_NODES=2', 'no job step', 'srun']),
+    (SALLOC, ['SLURM_JOB_NUM_NODES=2', '--hosts=localhost']),
     (SLURM | {'SLURM_PROCID': '4'}, ['this is machine 4 of 4']),
     (SLURM | {'SLURM_NTASKS': 'many'}, ["'many'", '--hosts=HOST,HOST']),
     (SLURM | {'SLURM_STEP_NODELIST': 'n[a-b]'}, ["'a'", '--hosts=HOST,HOST']),
@@ -85,6 +98,7 @@ def test_plain_hosts_find_themselves():
   assert _find({}, there)[:4] == (2, 0, 'localhost', places.PORT)
   assert _find({}, there[::-1])[:4] == (2, 1, '192.0.2.7', places.PORT)
   assert _find(SLURM, there, 1)[:4] == (2, 1, 'localhost', places.PORT)
+  assert _find(SBATCH, ['localhost'])[:3] == (1, 0, 'localhost')
   with support.refused('0 of --hosts=192.0.2.7,192.0.2.8', '--host=1'):
     _find({}, ['192.0.2.7', '192.0.2.8'])
   with support.refused('--host=2 is not in 0 .. 1'):
