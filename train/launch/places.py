@@ -72,6 +72,8 @@ def find(hosts, number, count, environ) -> Place:
   try:
     found = _slurm(environ, count) or _tpu(environ)
     found = found or _kubernetes(environ, count)
+  except errors.UserError:  # a ValueError, too, which says what to do
+    raise
   except ValueError as e:
     raise errors.UserError(
       f'what the scheduler says of its machines is not understood ({e}): give '

@@ -3,6 +3,7 @@
 import pytest
 import support
 
+from paraxis.configs.base import errors
 from paraxis.train.launch import places
 
 SLURM = dict(
@@ -84,6 +85,13 @@ def test_schedulers(environ, count, place):
 def test_what_a_scheduler_does_not_say(environ, words):
   with support.refused(*words):
     _find(environ)
+
+
+@pytest.mark.parametrize('environ', [SBATCH, POD])
+def test_one_advice_is_given(environ):
+  with pytest.raises(errors.UserError) as caught:
+    _find(environ)
+  assert 'not understood' not in str(caught.value)
 
 
 def test_a_pod_without_a_service():
