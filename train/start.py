@@ -7,6 +7,7 @@ under 'origin'.
 """
 
 import functools
+import importlib.metadata
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from paraxis.train import state as state_lib
 from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import taken
 from paraxis.train.run import workdir as workdir_lib
+
+# Packages that decide the batches: random numbers, order of rows, ids of text.
+_BATCHES = ('numpy', 'grain', 'tokenizers')
 
 
 def common(config, tokenizer, origin=None) -> dict:
@@ -38,7 +42,7 @@ def common(config, tokenizer, origin=None) -> dict:
 
 
 def _versions():
-  """{package: version} of what decides the bits of a step."""
+  """{package: version} of what decides the bits of a step, or its batch."""
   import flax
   import optax
   import orbax.checkpoint
@@ -48,6 +52,7 @@ def _versions():
     flax=flax.__version__,
     optax=optax.__version__,
     orbax=orbax.checkpoint.__version__,
+    **{name: importlib.metadata.version(name) for name in _BATCHES},
   )
 
 
@@ -87,15 +92,17 @@ def _say_versions(then, say):
 
   Such a run may resume: formats are what a reader must know.
   """
-  differ = [
-    f'{name} {str(then.get(name, "of no known version")):.40}, here {version}'
+  differ = {
+    name: f'{str(then.get(name, "of no known version")):.40}, here {version}'
     for name, version in _versions().items()
     if then.get(name) != version
-  ]
+  }
   if differ:
+    which = '; '.join(f'{name} {text}' for name, text in differ.items())
+    what = 'batches' if differ.keys() & set(_BATCHES) else 'last bits'
     say(
-      f'versions: the checkpoint was written with {"; ".join(differ)}: the '
-      'steps from here on may differ in their last bits'
+      f'versions: the checkpoint was written with {which}: the steps from here '
+      f'on may differ in their {what}'
     )
 
 

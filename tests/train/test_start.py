@@ -323,7 +323,8 @@ def resumed(tiny, first, tmp_path):
 @pytest.mark.fault(41)
 def test_other_versions_are_said_in_one_line(resumed):
   now = resumed.meta['versions']
-  assert resumed() == [] and set(now) == {'jax', 'flax', 'optax', 'orbax'}
+  packages = {'jax', 'flax', 'optax', 'orbax', 'numpy', 'grain', 'tokenizers'}
+  assert resumed() == [] and set(now) == packages
   (line,) = resumed(versions=now | dict(jax='0.4.1'))
   assert line == (
     f'versions: the checkpoint was written with jax 0.4.1, here {now["jax"]}: '
@@ -333,7 +334,21 @@ def test_other_versions_are_said_in_one_line(resumed):
   assert 'optax of no known version' in line and 'jax 3, here' in line
   assert 'flax' not in line
   (line,) = resumed(versions=None)
-  assert line.count(', here') == 4
+  assert line.count(', here') == 7
+
+
+def test_other_versions_of_what_makes_batches_are_said(resumed):
+  """Runs that kept none of them resume, too."""
+  now = resumed.meta['versions']
+  for name in ('numpy', 'grain', 'tokenizers'):
+    (line,) = resumed(versions=now | {name: '0.1'})
+    assert line == (
+      f'versions: the checkpoint was written with {name} 0.1, here {now[name]}:'
+      ' the steps from here on may differ in their batches'
+    )
+  older = {name: now[name] for name in ('jax', 'flax', 'optax', 'orbax')}
+  (line,) = resumed(versions=older)
+  assert line.count('of no known version') == 3 and 'jax' not in line
 
 
 # What a meta may hold -> words of the message.

@@ -37,7 +37,10 @@ START_SECONDS = 3600  # each host may have a long text to read
 SHARED_SECONDS = 5.0  # in which a network file system shows a new file
 
 FOLDERS = ('configs', 'decode', 'models', 'pallas_kernels', 'sharding', 'train')
-PACKAGES = ('jax', 'jaxlib', 'numpy', 'flax', 'optax', 'orbax-checkpoint')
+PACKAGES = (
+  'jax', 'jaxlib', 'numpy', 'flax', 'optax', 'orbax-checkpoint',
+  'grain', 'tokenizers',  # the order of rows, and their ids
+)  # fmt: skip
 LOCAL = ('data.path', 'data.cache_dir')  # a host may keep its text elsewhere
 
 _connected = False  # to other processes

@@ -4,6 +4,7 @@ Two processes with four virtual devices each, through the real command line.
 """
 
 import hashlib
+import importlib.metadata
 import json
 import pathlib
 import shutil
@@ -335,6 +336,8 @@ def test_what_processes_compare(tiny, tmp_path, monkeypatch):
   assert found['--workdir'] == str(tmp_path)
   assert found['optimizer.clip_norm'] == '1.0'
   assert found['jax version'] == loop.jax.__version__
+  for name in ('numpy', 'grain', 'tokenizers'):  # of which batches are
+    assert found[f'{name} version'] == importlib.metadata.version(name)
   assert not set(hosts.LOCAL) & set(found)
   # Code: a file that differs is named, by a hash of its bytes.
   file = pathlib.Path(hosts.__file__)
