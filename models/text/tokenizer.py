@@ -24,6 +24,7 @@ import json
 import os
 import pathlib
 import re
+import secrets
 
 import tokenizers
 
@@ -116,7 +117,7 @@ def keep(text, file, bos: int | str | None = None, adds=None) -> None:
 
 def put(file, text):
   """Writes a file whole or not at all: several processes may write the same."""
-  temporary = file.with_suffix(f'.{os.getpid()}.tmp')
+  temporary = file.with_suffix(f'.{secrets.token_hex(8)}.tmp')
   temporary.write_text(text, encoding='utf-8')
   os.replace(temporary, file)
 

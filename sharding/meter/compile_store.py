@@ -32,6 +32,7 @@ import os
 import pathlib
 import platform
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -239,7 +240,7 @@ def _link(source, target):
   except (FileExistsError, FileNotFoundError):
     pass  # another process linked the same program, or dropped a torn one
   except OSError:  # no hard links in this file system
-    new = f'{target}.{os.getpid()}'
+    new = f'{target}.{secrets.token_hex(8)}'
     shutil.copyfile(source, new)
     os.replace(new, target)
 

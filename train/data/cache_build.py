@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -123,8 +124,9 @@ def _alone(work, say):
       fcntl.flock(opened, fcntl.LOCK_EX)
     except OSError:  # a file system without locks: builders do not share
       os.close(opened)
-      work = work.with_name(f'{work.name}-{os.getpid()}')
-      work.mkdir(exist_ok=True)
+      # No process number: the first of every container is 1.
+      work = work.with_name(f'{work.name}-{secrets.token_hex(8)}')
+      work.mkdir()
       yield work
       return
     with contextlib.suppress(FileNotFoundError):

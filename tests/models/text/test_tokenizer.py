@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import os
 import pathlib
 
 import pytest
@@ -174,6 +175,20 @@ def test_control_tokens_of_others_are_no_domains_of_ours(tmp_path):
     tokenizer.load(path).bos_id()
   path = save(tmp_path, ['?'], ['<|poem|>', '<|essay|>', '<|end|>'])
   assert tokenizer.load(path).bos_id() == 2
+
+
+def test_two_may_write_one_file(tmp_path, monkeypatch):
+  """Processes of two containers, which have the same number."""
+  file, replace, others = tmp_path / 'a.json', os.replace, ['theirs']
+
+  def later(*paths):
+    if others:
+      tokenizer.put(file, others.pop())
+    replace(*paths)
+
+  monkeypatch.setattr(os, 'replace', later)
+  tokenizer.put(file, 'ours')
+  assert file.read_text() == 'ours' and list(tmp_path.iterdir()) == [file]
 
 
 def test_bad_names(tmp_path):

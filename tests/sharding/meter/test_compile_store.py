@@ -122,6 +122,27 @@ def test_what_a_process_that_ended_early_left_is_removed(tmp_path):
   mine.close()
 
 
+def test_two_may_copy_one_entry(tmp_path, monkeypatch):
+  """Without hard links; processes of two containers have the same number."""
+  source, target = tmp_path / 'a', tmp_path / 'b'
+  source.write_bytes(b'program')
+  replace, others = os.replace, [target]
+
+  def refused(*_):
+    raise OSError(errno.EPERM, 'no links')
+
+  def later(*paths):
+    if others:
+      compile_store._link(source, others.pop())
+    replace(*paths)
+
+  monkeypatch.setattr(os, 'link', refused)
+  monkeypatch.setattr(os, 'replace', later)
+  compile_store._link(source, target)
+  assert sorted(tmp_path.iterdir()) == [source, target]
+  assert target.read_bytes() == b'program'
+
+
 @pytest.mark.parametrize('when', ['swept', 'swept after open', 'sweeping'])
 def test_a_sweep_before_the_lock_costs_one_folder(when, tmp_path, monkeypatch):
   """Another process finds the new folder, and no lock on it."""

@@ -3,6 +3,7 @@
 The reference encodes every row of a source in order, in one list.
 """
 
+import errno
 import json
 import signal
 import subprocess
@@ -229,6 +230,18 @@ def test_builders_wait_for_one_another(text, tmp_path):
     work.rmdir()
   assert not other.wait()
   assert not said
+
+
+def test_builders_without_locks_share_nothing(tmp_path, monkeypatch):
+  """Not even in two containers, where both are process 1."""
+
+  def refused(*_):
+    raise OSError(errno.ENOLCK, 'no locks')
+
+  monkeypatch.setattr(cache_build.fcntl, 'flock', refused)
+  alone = lambda: cache_build._alone(tmp_path / 'building-x', print)
+  with alone() as one, alone() as two:
+    assert one != two and one.is_dir() and two.is_dir()
 
 
 def test_progress_is_one_line(capsys, monkeypatch):
