@@ -140,7 +140,7 @@ class Wavefront(proposal.Method):
     there &= place < own.end[:, None] - 1
     held = canvas.window(own.row, own.at, width)
     packed = step.rows(held, there.sum(1, dtype=jnp.int32), own.at)
-    form = (packed_lib.Group(len(held), width),)
+    form = (packed_lib.Group(len(held), width, each=width > 1),)
     mixed = options.noise / (1 + own.visits)
     mixed = jnp.where(own.visits == 0, 1.0, mixed)
     x, after, flight = recurrent_depth.step(

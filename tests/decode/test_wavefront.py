@@ -381,3 +381,19 @@ def test_drafts_of_its_own_are_lossless(made, method):
   )
   for a, b in zip(texts(made), found, strict=True):
     assert a['tokens'] == b['tokens']
+
+
+def test_states_are_those_of_the_text():
+  """A recurrence keeps nothing of places that were read and are not text."""
+  config = config_of(dict(iterations=1), pattern='G')
+
+  def parameters(model):
+    params = dict(experiment.random_parameters(model))
+    zero = jnp.zeros_like(params['core/from_state'])
+    return params | {'core/from_state': zero}  # a pass is that of one by one
+
+  made = on_tasks.generator(config, parameters)
+  found = texts(made, width=4, inner=1, threshold=0.0, headway=3)
+  for a, b in zip(texts(made), found, strict=True):
+    assert a['tokens'] == b['tokens']
+    np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-12)
