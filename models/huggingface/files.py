@@ -23,6 +23,7 @@ from paraxis.models.text import tokenizer as tokenizer_lib
 
 INDEX = 'model.safetensors.index.json'
 CONFIG = 'config.json'
+GENERATION = 'generation_config.json'
 TOKENIZER = 'tokenizer.json'
 TOKENIZER_CONFIG = tokenizer_lib.STATED
 TEMPLATE = 'chat_template.jinja'
@@ -40,6 +41,7 @@ class Files:
   Attributes:
     path: of the folder or file.
     config: dict, as config.json has it.
+    generation: dict, as generation_config.json has it; {}: there is none.
     shapes: {name: shape} of every tensor.
     licence: what the files say of it; '': nothing.
     template: the chat template; '': none.
@@ -51,6 +53,7 @@ class Files:
 
   path: pathlib.Path
   config: dict
+  generation: Mapping[str, Any] = {}
   shapes: dict[str, tuple[int, ...]]
   licence = ''
   template = ''
@@ -108,6 +111,8 @@ class Folder(Files):
     if not path.is_dir():
       raise errors.UserError(f'{path}: no such folder.')
     self.config = _json(path / CONFIG)
+    if (path / GENERATION).is_file():
+      self.generation = _json(path / GENERATION)
     self._file_of = self._files()
     shapes = {
       name: tuple(self._slice(name).get_shape())

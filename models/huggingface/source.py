@@ -109,7 +109,7 @@ class Source:
     self.files = open_(path)
     try:
       self.model = config_lib.to_model(self.files.config)
-      self._ends = _ends(self.files.config)
+      self._ends = _ends(self.files.config, self.files.generation)
       self._bos = _bos(self.files.config, self.model.vocab_size)
       self._check_depth()
       table = leaves_lib.table(
@@ -284,10 +284,13 @@ def _bos(config, vocab):
   return found if 0 <= found < vocab else None
 
 
-def _ends(config):
-  """Ids of config.json that end a text: one, several or none."""
-  read, name = reader.Reader(config), 'eos_token_id'
-  found = read.given(name)
-  if found is None or isinstance(found, list):
-    return read.numbers(name, [])
-  return [read(name, 0)]
+def _ends(config, generation):
+  """Ids that end a text, of both files: some models of conversations name the
+  end of a turn in generation_config.json alone."""
+  name, found = 'eos_token_id', []
+  pairs = (config, files_lib.CONFIG), (generation, files_lib.GENERATION)
+  for read in (reader.Reader(*pair) for pair in pairs):
+    given = read.given(name)
+    one = given is not None and not isinstance(given, list)
+    found += [read(name, 0)] if one else read.numbers(name, [])
+  return list(dict.fromkeys(found))

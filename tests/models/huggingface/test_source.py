@@ -312,6 +312,20 @@ def test_licence_and_template(tmp_path):
 
 
 @pytest.mark.parametrize(
+  'ends, wanted',
+  [(None, [3, 5]), (7, [3, 5, 7]), ([5, 7], [3, 5, 7])],
+)
+def test_ends_of_both_files(tmp_path, ends, wanted):
+  """A turn of a conversation may end by generation_config.json alone."""
+  text = json.dumps(dict(eos_token_id=ends))
+  write(tmp_path, generation_config__json=text)
+  assert source.Source(tmp_path).about['ends'] == wanted
+  write(tmp_path, generation_config__json='{"eos_token_id": "x"}')
+  with support.refused("generation_config.json: eos_token_id='x'"):
+    source.Source(tmp_path)
+
+
+@pytest.mark.parametrize(
   'found, wanted',
   [
     ([dict(name='tool_use', template='a'),
