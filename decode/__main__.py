@@ -182,7 +182,8 @@ def _decode(options, overrides, _):
     _require_lossless(options.lossless, config.decode)
     template = checkpoint.template(config.data) if options.chat else ''
     rows = max(len(prompts.texts), 1)
-    made = checkpoint.generator(config, options.mesh, rows, texts)
+    how = options.mesh, rows, texts, template
+    made = checkpoint.generator(config, *how)
     step = checkpoint.step
   inputs: list = list(prompts.texts)
   if options.chat:

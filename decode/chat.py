@@ -12,6 +12,8 @@ from paraxis.configs.base import errors
 from paraxis.decode import prompts as prompts_lib
 from paraxis.models.text import chat as templates
 
+ANSWER = '\ue000'  # of private use: a template writes none of its own
+
 
 class Chat:
   """A tokenizer and a template; UserError: there is none.
@@ -36,6 +38,17 @@ class Chat:
       return self._tokenizer.name_of(found() if callable(found) else found)
     except errors.UserError:
       return ''
+
+  def ends(self):
+    """(id,) of the first special token that the template writes behind an
+    answer, which a model of conversations learns to end it with; (): none."""
+    messages = self._first + asked('a')
+    messages.append(dict(role='assistant', content=ANSWER))
+    text = templates.rendered(
+      self._template, messages, self._specials, '--chat'
+    )
+    found, _ = self._tokenizer.encode_offsets(text.partition(ANSWER)[2])
+    return tuple(i for i in found if i in self._tokenizer.special_ids)[:1]
 
   def each(self, prompts):
     """[ids] of prompts.Prompts, each a conversation of one message; what is

@@ -17,6 +17,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import field
 from paraxis.configs.base import mixers
+from paraxis.decode import chat as chat_lib
 from paraxis.decode import latents
 from paraxis.decode import loop
 from paraxis.models import build
@@ -181,9 +182,13 @@ class Checkpoint:
     config = schema.to_dict(schema.from_json(meta['config'], store.directory))
     return ml_collections.ConfigDict(config).lock()
 
-  def generator(self, config, mesh_text='', rows=1, texts=()):
-    """A loop.Generator of `parts`, which has the arguments and errors."""
+  def generator(self, config, mesh_text='', rows=1, texts=(), template=''):
+    """A loop.Generator of `parts`, which has the other arguments and errors.
+
+    template: of a chat, whose answers end as its turns do."""
     built, params, tokenizer, ends = self.parts(config, mesh_text, rows, texts)
+    if template:
+      ends = *ends, *chat_lib.Chat(tokenizer, template).ends()
     next_token = config.train.objective == 'next_token'
     return loop.Generator(
       built, params, tokenizer, config.decode, self._say, ends,

@@ -27,8 +27,14 @@ VOCAB = 2050
 
 @pytest.fixture(scope='module')
 def workdir(tmp_path_factory):
-  """A run of a small model, whose tokenizer has a template beside it."""
-  folder = tmp_path_factory.mktemp('run')
+  return saved(tmp_path_factory.mktemp('run'))
+
+
+def saved(folder, change=lambda params: params):
+  """A run of a small model, whose tokenizer has a template beside it.
+
+  change: of its parameters.
+  """
   path = pathlib.Path(tokenizer.__file__).parent / 'bpe2048.json'
   spec = json.loads(path.read_text())
   for n, text in ((STARTS, '<|im_start|>'), (ENDS, '<|im_end|>')):
@@ -49,7 +55,7 @@ def workdir(tmp_path_factory):
   })  # fmt: skip
   built = build.build(config, 'data=1', devices=jax.devices()[:1])
   with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+    params = change(jax.jit(lambda: built.model.init(jax.random.key(0)))())
   return support.save_run(folder, config, built, params, (1,))
 
 
@@ -111,6 +117,29 @@ def test_a_conversation_goes_on(run, made, monkeypatch):
   assert code == 0 and out == ''.join(f'{text}\n' for text in want)
   (alone,) = generator.generate([ids_of(tokens, ('user', 'And then'))])
   assert alone['text'] != want[1]  # the test can fail
+
+
+def test_an_answer_ends_as_turns_do(made, tmp_path, capsys):
+  """By what the template writes there, which is no end token."""
+  generator, template = made
+  ids = ids_of(generator.tokenizer, ('user', 'Name it'))
+  (whole,) = generator.generate([ids])
+  last = next(t for t in whole['tokens'] if t != whole['tokens'][0])
+  before = whole['tokens'][: whole['tokens'].index(last)]
+
+  def change(params):  # the end of a turn is a little likelier than `last`
+    head = params['head']
+    return params | {'head': head.at[ENDS].set(1.01 * head[last])}
+
+  run = saved(tmp_path, change)
+  flags = [f'--checkpoint={run}', '--chat', '--prompt=Name it', '--json']
+  assert command_line.run(command.main, flags) == 0
+  (sample,) = json.loads(capsys.readouterr().out)['samples']
+  assert (sample['finish'], sample['tokens']) == ('end', before)
+  ends = lambda text: chat_lib.Chat(generator.tokenizer, text).ends()
+  assert ends(template) == (ENDS,)
+  plain = '{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}'
+  assert ends(plain) == () == ends('<|im_end|>')
 
 
 def test_without_the_token_that_a_conversation_begins_with(made):
