@@ -228,7 +228,8 @@ def _committed(how, q, k, v, ids, part, beside=None):
       first = ids.position - mask.window + 1 if mask.window else 0
       old = 0 if ids.begin is None else ids.begin
       begin = jnp.maximum(jnp.maximum(begin, old), first)
-    end = ids.length
+    # Drafts behind a full row are fed, too, though no slot keeps them.
+    end = jnp.minimum(ids.length, part.whole)
     if shared:
       begin, end = (jnp.clip(x - part.first, 0, size) for x in (begin, end))
     lengths = jnp.where(ids.valid, jnp.maximum(end - begin, 0), 0)

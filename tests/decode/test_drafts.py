@@ -24,6 +24,7 @@ from paraxis.decode.drafts import drafters
 from paraxis.decode.drafts import eagle
 from paraxis.decode.drafts import heads
 from paraxis.models import build
+from paraxis.models.mixers import slots
 
 V, D, NEW, ROOM = 12, 16, 20, 48
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5] * 6, [7, 8, 9, 10, 11, 0]]
@@ -204,6 +205,23 @@ def test_calls_are_those_of_a_plain_loop(method, tmp_path):
     assert row['lengths'] == wanted.tolist()
     several += sum(n > 1 for n in made_by)
   assert several  # else nothing was compared
+
+
+def test_no_slots_are_read_behind_those_of_a_row(monkeypatch):
+  """Where drafts are fed one by one past the end of a full row."""
+  ragged, read = slots.decode_attention.ragged, []
+
+  def told(q, k, v, mask, lengths_B, begins_B, **how):
+    jax.debug.callback(read.append, (begins_B + lengths_B).max())
+    assert k.shape[2] == 32
+    return ragged(q, k, v, mask, lengths_B, begins_B=begins_B, **how)
+
+  monkeypatch.setattr(slots.decode_attention, 'ragged', told)
+  made, prompts = module_cases.generator('F'), [[1, 2, 3, 4] * 4]
+  given = dict(method='speculative', drafts=4, draft_layers=1)
+  made.generate(prompts, max_new_tokens=16, temperature=0.0, **given)
+  jax.effects_barrier()
+  assert max(read) == 32  # the last slot, and none behind it
 
 
 @pytest.fixture
