@@ -116,13 +116,16 @@ def _pieces(ids, length):
   return [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
 
 
-def alone(opened):
-  """schema.Config of a load.Checkpoint: float32, on one device of all."""
-  config = schema.view(opened.config())
+def alone(opened, length=0):
+  """schema.Config of a load.Checkpoint: float32, on one device of all.
+
+  length: tokens of a row that it must be able to write.
+  """
+  config, decode = schema.view(opened.config()), schema.Decode()
   config = schema.with_value(config, 'model.dtype', 'float32')
-  return dataclasses.replace(
-    config, mesh=schema.Mesh(data=1), decode=schema.Decode()
-  )
+  most = max(decode.cache_length, length)
+  decode = dataclasses.replace(decode, cache_length=most)
+  return dataclasses.replace(config, mesh=schema.Mesh(data=1), decode=decode)
 
 
 def trained(made, text, kind, layers, recipe, say):

@@ -94,7 +94,7 @@ def _draft(values, *_):
   text = draft.Text(values.data, values.tokens, values.own)
   given = values.checkpoint, values.weights
   with decode_main.open_(*given) as opened:
-    made = opened.generator(draft.alone(opened))
+    made = opened.generator(draft.alone(opened, length))
     if kind == 'filter':
       about, own = draft.filtered(made, text, values.block, recipe, print)
     else:

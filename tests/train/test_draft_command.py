@@ -199,6 +199,15 @@ def test_texts_that_are_all_too_short(workdir, tmp_path, capsys):
   assert 'no text for rows of 16 tokens: no document is long' in said
 
 
+def test_the_model_writes_rows_of_any_length(workdir, capsys):
+  """Whatever the run's decode.cache_length; the text is too little then."""
+  argv = [f'--checkpoint={workdir}', '--out=a.npz', '--tokens=2200']
+  assert cli.main(['draft', *argv, '--length=1100', '--own=4']) == 2
+  said = capsys.readouterr()
+  assert '2 rows of 1096 tokens of text and 4 of the model' in said.out
+  assert '2 rows of 1100 tokens of text: a draft needs' in said.err
+
+
 def test_text_is_of_every_domain_and_of_one_part():
   tokens = tokenizer.load('bpe2048')
   rows = draft.rows(tokens, 'fixture', False, 4000, 64)
