@@ -139,7 +139,11 @@ def trained(made, text, kind, layers, recipe, say):
       text.
   """
   length, tokenizer = recipe.length, made.tokenizer
-  model_checks.need_causal(made.built.model.config, 'paraxis draft')
+  config, said, most = made.built.model.config, f'--length={length}', length
+  if kind == 'ppd':  # prompt tokens go on behind the last token
+    said, most = f'{said} --heads={recipe.heads}', length + recipe.heads
+  model_checks.need_causal(config, 'paraxis draft')
+  model_checks.check_length(config, most, said)
   methods.check_training(made.built.model, kind, layers)
   if text.own:
     found = written(made, text, length, say)

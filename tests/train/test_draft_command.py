@@ -208,6 +208,21 @@ def test_the_model_writes_rows_of_any_length(workdir, capsys):
   assert '2 rows of 1100 tokens of text: a draft needs' in said.err
 
 
+def test_rows_are_no_longer_than_a_table_of_positions(tmp_path, capsys):
+  """Refused before any text is read; of ppd with its prompt tokens."""
+  run = saved(tmp_path / 'run', position='learned', max_positions=18)
+  argv = [f'--checkpoint={run}', '--out=a.npz', f'--data={tmp_path}/none']
+  for more, words in (
+    (['--length=19'], '--length=19 is 19 tokens'),
+    (['--method=ppd', '--length=16'], '--length=16 --heads=3 is 19 tokens'),
+  ):
+    assert cli.main(['draft', *argv, *more]) == 2
+    said = capsys.readouterr().err
+    assert f'{words}, but model.max_positions=18' in said
+  assert cli.main(['draft', *argv, '--length=18']) == 2
+  assert f'{tmp_path}/none' in capsys.readouterr().err
+
+
 def test_text_is_of_every_domain_and_of_one_part():
   tokens = tokenizer.load('bpe2048')
   rows = draft.rows(tokens, 'fixture', False, 4000, 64)
