@@ -21,10 +21,16 @@ _OF_THEM = 'cuda', 'rocm', 'libtpu'  # in the names of plugins for these
 
 
 def line_by_line():
-  """Every printed line appears at once, in a pipe or a log too."""
+  """Every printed line appears at once, in a pipe or a log too.
+
+  Results are UTF-8 in any locale, as what is read: an encoding that lacks a
+  character would lose all of them. (stderr escapes it.)
+  """
   for stream in (sys.stdout, sys.stderr):
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(line_buffering=True)
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(encoding='utf-8', errors=sys.stdout.errors)
 
 
 def tell(text):

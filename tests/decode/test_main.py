@@ -1,6 +1,7 @@
 """The decode command on a saved checkpoint: what users type, and mistype."""
 
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -81,6 +82,16 @@ def test_json_is_the_same_twice_and_on_another_mesh(run):
   assert run(*flags, '--mesh=data=2,fsdp=2,tensor=2')[1] == out
   other = run('--prompt=The', '--domain=code', *flags[2:])[1]
   assert json.loads(other)['samples'][0]['tokens'] != sample['tokens']
+
+
+def test_results_are_utf8_whatever_the_locale_says(run, monkeypatch):
+  flags = ['--prompt=Ночь', '--domain=drama', '--temperature=0', '--json']
+  want = run(*flags)[1]
+  stdout = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+  monkeypatch.setattr('sys.stdout', stdout)
+  argv = [f'--checkpoint={run.path}', *flags]
+  assert command_line.run(command.main, argv) == 0
+  assert 'Ночь' in want and stdout.buffer.getvalue().decode() == want
 
 
 def test_prompts_that_share_rows(run, tmp_path):
