@@ -44,9 +44,12 @@ class Chat:
     answer, which a model of conversations learns to end it with; (): none."""
     messages = self._first + asked('a')
     messages.append(dict(role='assistant', content=ANSWER))
-    text = templates.rendered(
-      self._template, messages, self._specials, '--chat'
-    )
+    try:
+      text = templates.rendered(
+        self._template, messages, self._specials, '--chat'
+      )
+    except errors.UserError:  # of questions alone, until there is an answer
+      return ()
     found, _ = self._tokenizer.encode_offsets(text.partition(ANSWER)[2])
     return tuple(i for i in found if i in self._tokenizer.special_ids)[:1]
 

@@ -140,6 +140,8 @@ def test_an_answer_ends_as_turns_do(made, tmp_path, capsys):
   assert ends(template) == (ENDS,)
   plain = '{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}'
   assert ends(plain) == () == ends('<|im_end|>')
+  alone = "{% if messages[1] %}{{ raise_exception('one') }}{% endif %}"
+  assert ends(alone + template) == ()  # refused when there is an answer
 
 
 def test_without_the_token_that_a_conversation_begins_with(made):
