@@ -217,6 +217,11 @@ def _prodigy(group):
     given: Any = params
     found: Any = rule.update(updates, state, params)
     moved, new = found
+    # Before the first gradient, and at rate 0, the estimate is 0 / 0: it stays.
+    none = ~jnp.isfinite(new.estim_lr) & jnp.isfinite(new.numerator_weighted)
+    kept = jnp.where(none, state.estim_lr, new.estim_lr)
+    new = new._replace(estim_lr=kept)
+    moved = {p: jnp.where(none, 0, u) for p, u in moved.items()}
     t = new.count
     bias = (1 - c.b2**t) ** 0.5 / (1 - c.b1**t)
     step = state.estim_lr * rate(state.count) * bias * c.weight_decay

@@ -279,3 +279,26 @@ def test_rates_scale_the_schedule():
   assert rates == pytest.approx(dict(adamw=0.005, muon=0.01))
   only = optimizers.Optimizer(_settings(), STEPS, MODEL)
   assert set(only.rates(jnp.int32(0))) == {'adamw'}
+
+
+@pytest.mark.parametrize('rate', [1.0, 0.0])
+def test_prodigy_before_its_first_gradient(rate):
+  """Its estimate is 0 / 0: nothing moves, and the next steps do."""
+  fields = dict(learning_rate=rate, weight_decay=0.0, schedule='constant')
+  c = _settings(name='prodigy', **fields)
+  optimizer = optimizers.Optimizer(c, 12, MODEL)
+  given = params = jax.tree.map(jnp.asarray, _arrays(0))
+  state, estimates = optimizer.init(params), []
+  update = jax.jit(optimizer.update)
+  for step in range(12):
+    grads = {p: jnp.asarray(g * (step > 0)) for p, g in _arrays(1).items()}
+    params, state = update(grads, state, params, jnp.int32(step))
+    estimates.append(float(state['prodigy'].estim_lr))
+    same = [np.array_equal(params[p], given[p]) for p in params]
+    assert all(same) == (step == 0 or not rate)
+  assert estimates[0] == np.float32(1e-6)
+  assert (estimates[-1] > estimates[0]) == (rate > 0)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+  grads['embedding'] = grads['embedding'].at[0, 0].set(np.inf)
+  params, _ = update(grads, optimizer.init(given), given, jnp.int32(0))
+  assert np.isnan(params['embedding']).any()  # negative: that does show
