@@ -168,7 +168,7 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
     if store.read_manifest()['meta'].get(workdir_lib.IMPORTED):
       raise workdir_lib.imported(store.directory.parent)
   shapes = state_lib.flatten(job.state)
-  like, former = _of_former_replicas(job, store)
+  like = functools.partial(_of_former_replicas, job, store)
   found = store.restore_latest_good(like)
   if found is None:
     new = source and begin(job, source, wanted(job), say)
@@ -179,7 +179,7 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
     store.compare_replicas(0, state_lib.flatten(new))
     return new, 0, {'origin': source.about} if source else {}
   step, tree, kept = found
-  if former:
+  if former := _former(job, tree):
     tree |= _merged(job, tree)
     say(
       f'replicas: {store.directory} is of {former}, this run has '
@@ -205,22 +205,29 @@ def _each(job):
   return [p for p, leaf in named if leaf.axes[:1] == (rules_lib.REPLICAS,)]
 
 
-def _of_former_replicas(job, store, step=None):
-  """(as `wanted`, of the replicas that a checkpoint has; their number, 0 if it
-  is this run's, or if none steps alone). step: default the newest."""
+def _of_former_replicas(job, store, step):
+  """As `wanted`, of the replicas that a checkpoint has; IntegrityError: its
+  manifest is damaged."""
   like, shape = wanted(job), None
-  if job.state.replicas and store.steps():
+  if job.state.replicas:
     saved = store.read_manifest(step)['leaves'].get('skipped', {})
     shape = saved.get('shape')
   if not shape or shape[0] == job.state.replicas:
-    return like, 0
+    return like
   for path in _each(job):
     x = like[path]
     layout = jax.NamedSharding(job.mesh, jax.P(None, *x.sharding.spec[1:]))
     like[path] = jax.ShapeDtypeStruct(
       (shape[0], *x.shape[1:]), x.dtype, sharding=layout
     )
-  return like, shape[0]
+  return like
+
+
+def _former(job, tree):
+  """The replicas of a restored tree; 0: they are this run's, or none steps
+  alone."""
+  n = len(tree['skipped']) if job.state.replicas else 0
+  return n if n != job.state.replicas else 0
 
 
 def _merged(job, tree):
@@ -246,9 +253,9 @@ def back(job, store, steps) -> tuple[state_lib.State, int, dict]:
   tree, kept = {}, {}
   for step in sorted(steps, reverse=True):
     try:
-      like, former = _of_former_replicas(job, store, step)
+      like = _of_former_replicas(job, store, step)
       tree, kept = store.restore(step, like)
-      tree |= _merged(job, tree) if former else {}
+      tree |= _merged(job, tree) if _former(job, tree) else {}
       break
     except errors.IntegrityError:
       if step == min(steps):

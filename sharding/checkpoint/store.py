@@ -21,7 +21,7 @@ writer.py; not its Manager, which counts any folder with a number as a step and,
 after a full disk, none at all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 import pathlib
 import shutil
@@ -347,12 +347,15 @@ class Store:
     return self._load(step, manifest, like), manifest['meta']
 
   def restore_latest_good(
-    self, like: Mapping, under: str | tuple[str, ...] = ''
+    self,
+    like: Mapping | Callable[[int], Mapping],
+    under: str | tuple[str, ...] = '',
   ) -> tuple[int, Tree, dict] | None:
     """(step, tree, meta) of the newest step that verifies, or None.
 
     None: the directory holds no folder named like a step. A damaged step is
-    reported in one line and skipped. `under`: as in `restore`.
+    reported in one line and skipped. `like`, `under`: as in `restore`; or a
+    function of the step, which may find it damaged.
 
     Raises:
       UserError: the newest readable step has other leaves than `like`.
@@ -363,7 +366,8 @@ class Store:
     candidates = folders.steps(self.directory)
     for step in candidates:
       try:
-        return step, *self.restore(step, like, under)
+        wanted = like(step) if callable(like) else like
+        return step, *self.restore(step, wanted, under)
       except errors.IntegrityError as e:
         self._say(f'{e} Trying an older one.')
     if not candidates:

@@ -132,6 +132,28 @@ def test_other_replicas_begin_with_the_mean(tiny, tmp_path, loop):
   assert any(line.startswith('step 8/8') for line in said)
 
 
+def test_a_damaged_checkpoint_of_other_replicas_is_passed_over(tiny, tmp_path):
+  changed = 'replica=4,fsdp=2'
+  tiny.run(tmp_path, STREAMED | {'train.steps': 3}, ON)
+  tiny.run(tmp_path, STREAMED | {'train.steps': 6}, changed)
+  files = (tmp_path / 'checkpoints' / '6').rglob('d/*')
+  largest = max(files, key=lambda path: path.stat().st_size)
+  largest.write_bytes(bytes(largest.stat().st_size))
+  job, said = tiny.job(STREAMED, changed), []
+  with (
+    job.context(),
+    store_lib.Store(tmp_path / 'checkpoints', say=said.append) as store,
+  ):
+    state, step, _ = start.state(job, store, None, said.append)
+  assert step == 3 and state.replicas == 4
+  assert '6 is damaged' in said[0] and 'Trying an older one' in said[0]
+  assert 'is of 2, this run has 4' in said[1]
+  own = jax.device_get(state.outer.params['embedding'])
+  before = saved(tmp_path, 3)['outer/params/embedding']
+  for one in own:
+    np.testing.assert_allclose(one, before.mean(0), rtol=1e-6, atol=1e-8)
+
+
 def test_replicas_begin_with_the_weights_of_another_run(tiny, tmp_path):
   tiny.run(tmp_path / 'old', {'train.steps': 3}, 'data=2')
   source = origin.Run(str(tmp_path / 'old'))
