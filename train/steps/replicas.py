@@ -37,7 +37,14 @@ def check(config, built):
   if not config.outer.active:
     return
   n, what = built.mesh.shape[AXIS], f'outer.exchange={config.outer.exchange}'
+  names = {name for axes in built.model.axes.values() for name in axes}
+  over = sorted(x for x in names if AXIS in built.rules.axes(x))
   for wrong, text in (
+    (
+      bool(over),
+      f'mesh.rules={config.mesh.rules!r}: {", ".join(over)} of parameters is '
+      f'sharded over {AXIS}, where each has its own; leave {AXIS} out of it',
+    ),
     (
       built.schedule is not None,
       f'mesh.stage={built.mesh.shape["stage"]}: the schedule of a pipeline '

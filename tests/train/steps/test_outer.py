@@ -234,6 +234,16 @@ REFUSED = [
   ('replica=2', MASKED, ('train.objective=masked',)),
   ('replica=2', {'model.experts.count': 4}, ('experts.count=4',)),
   ('replica=2,tensor=2', {'mesh.sequence': False}, ('mesh.sequence=True',)),
+  (
+    'replica=2,fsdp=2',
+    {'mesh.rules': 'fsdp embed=fsdp+replica'},
+    ("rules='fsdp embed=fsdp+replica': embed of", 'leave replica out'),
+  ),
+  (
+    'replica=2',
+    {'mesh.rules': 'data layers=replica'},
+    ('layers of parameters',),
+  ),
   ('replica=2', {'outer': WIDE}, ('outer.fragments=5', 'has 4 layers')),
 ]
 
