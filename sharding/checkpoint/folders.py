@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import uuid
 
 from paraxis.configs.base import errors
 
@@ -53,8 +54,13 @@ def unfinished(directory: pathlib.Path, step='*') -> list[pathlib.Path]:
 
 
 def remove(folder: pathlib.Path) -> None:
-  """Deletes a step: renamed first, so that a kill leaves no half of one."""
-  gone = folder.with_name(f'{folder.name}{TEMPORARY}-deleted')
+  """Deletes a step: renamed first, so that a kill leaves no half of one.
+
+  The name is new: what of a folder cannot be deleted (a file of NFS that is
+  open) keeps its name until the directory is opened again.
+  """
+  end = f'{TEMPORARY}-{uuid.uuid4().hex}-deleted'
+  gone = folder.with_name(f'{folder.name}{end}')
   folder.rename(gone)
   shutil.rmtree(gone, ignore_errors=True)
 

@@ -244,7 +244,10 @@ class Writer:
       }
       suspect = [s for s, m in found.items() if m['meta'].get(SUSPECT)]
       for step in retention.expendable(found, keep, suspect, self.verified):
-        folders.remove(self._folder(step))
+        try:
+          folders.remove(self._folder(step))
+        except OSError as e:  # the new step is written all the same
+          self._say(f'checkpoint {self._folder(step)} is not deleted: {e}')
 
   def forget(self, step) -> None:
     """Of the steps after one nothing is known: they are deleted."""

@@ -1,0 +1,41 @@
+"""Checkpoints in a folder of NFS: open files stay, other hosts see it late."""
+
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+
+from paraxis.sharding.checkpoint import store
+
+AXES = {'w': ('embed',)}
+
+
+def state():
+  return {'w': jnp.arange(8.0)}
+
+
+def test_a_step_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch):
+  """Of a folder that was deleted a file stays, as NFS has it; the step comes
+  again after a rollback, and goes. Then one that cannot be renamed stays."""
+  rename, said = pathlib.Path.rename, []
+
+  def refused(path, to):
+    if path.name == '2':
+      raise OSError(f'{path} is busy')
+    return rename(path, to)
+
+  options = store.Options(keep=1, asynchronous=False)
+  with store.Store(tmp_path, options, say=said.append) as s:
+    with monkeypatch.context() as patch:
+      patch.setattr(shutil, 'rmtree', lambda path, ignore_errors: None)
+      for step in (1, 2, 3):
+        s.save(step, state(), AXES, {})
+      s.drop(0)
+    for step in (1, 2):
+      s.save(step, state(), AXES, {})
+    assert s.steps() == [2] and not said
+    monkeypatch.setattr(pathlib.Path, 'rename', refused)
+    for step in (3, 4):
+      s.save(step, state(), AXES, {})
+    assert s.steps() == [2, 4]
+  assert [line.count('/2 is not deleted: ') for line in said] == [1, 1]
