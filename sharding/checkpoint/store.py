@@ -23,6 +23,7 @@ after a full disk, none at all.
 
 from collections.abc import Callable, Mapping
 from concurrent import futures
+import json
 import pathlib
 import shutil
 import tempfile
@@ -198,14 +199,11 @@ class Store:
       self._writer.drain()
 
   def before(self, step: int) -> list[int]:
-    """Steps below one that are kept, the same on every process.
-
-    All that is written is committed, and older steps are deleted, before any
-    process looks.
-    """
+    """Steps below one that are kept, as process 0 sees them: it deletes older
+    ones, and another host may see the folder as it was (NFS)."""
     self.drain()
-    meeting.meet('older steps seen')
-    return [s for s in self.steps() if s < step]
+    found = [s for s in self.steps() if s < step] if self._first else []
+    return json.loads(meeting.gather('older steps seen', json.dumps(found))[0])
 
   def drop(self, step: int) -> None:
     """Deletes the steps after one: the run left the path that they are of."""

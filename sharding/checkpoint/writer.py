@@ -172,7 +172,8 @@ class Writer:
         ),
       )
       self._orbax.wait_until_finished()
-      if not self._folder(step).is_dir():
+      # Other hosts may not see yet what process 0 has just renamed (NFS).
+      if self._first and not self._folder(step).is_dir():
         raise RuntimeError('the folder does not exist after the save')
       folders.force_name(self._directory)
       sys.unraisablehook = hook  # else it stays: ends are not observable

@@ -5,6 +5,7 @@ import shutil
 
 import jax.numpy as jnp
 
+from paraxis.sharding import meeting
 from paraxis.sharding.checkpoint import store
 
 AXES = {'w': ('embed',)}
@@ -39,3 +40,29 @@ def test_a_step_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch):
       s.save(step, state(), AXES, {})
     assert s.steps() == [2, 4]
   assert [line.count('/2 is not deleted: ') for line in said] == [1, 1]
+
+
+def test_a_host_that_sees_a_step_late_commits_it(tmp_path, monkeypatch):
+  """Only process 0, which has renamed its folder, looks for it."""
+  is_dir, late = pathlib.Path.is_dir, tmp_path / '2'
+  with store.Store(tmp_path, store.Options(failures=9)) as s:
+    s.save(1, state(), AXES, {})
+    s.wait()
+    monkeypatch.setattr(s._writer, '_first', False)
+    with monkeypatch.context() as patch:
+      patch.setattr(pathlib.Path, 'is_dir', lambda p: p != late and is_dir(p))
+      s.save(2, state(), AXES, {})
+      s.wait()
+    assert s.steps() == [1, 2]
+
+
+def test_steps_to_go_back_to_are_those_of_process_0(tmp_path, monkeypatch):
+  def gather(name, text, seconds=0):
+    return ['[1, 2]', text] if name == 'older steps seen' else [text]
+
+  with store.Store(tmp_path) as s:
+    s.save(1, state(), AXES, {})
+    assert s.before(3) == [1]
+    monkeypatch.setattr(meeting, 'gather', gather)
+    monkeypatch.setattr(s, '_first', False)
+    assert s.before(3) == [1, 2]
