@@ -221,6 +221,13 @@ def region(function, names, out_names, single=False) -> Any:
   )
 
 
+def alone(x):
+  """x; on CPU only once it is computed: there many programs with collectives
+  at once can starve each other. Elsewhere nobody waits."""
+  cpu = all(d.platform == 'cpu' for d in x.sharding.device_set)
+  return jax.block_until_ready(x) if cpu else x
+
+
 def everywhere():
   """PartitionSpec of parts along axis 0, one of each device of the mesh."""
   return jax.P(tuple(sizes()) or None)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from paraxis.models import depth
 from paraxis.models import trained
+from paraxis.sharding import annotate
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import expert_counts
 
@@ -231,7 +232,7 @@ def in_order(flat, leaves):
       layout = jax.NamedSharding(leaf.sharding.mesh, spec)
       out[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout)
       continue
-    out[path] = _alone(_ordered(leaf, held, whole, spec))
+    out[path] = annotate.alone(_ordered(leaf, held, whole, spec))
   return out
 
 
@@ -264,13 +265,6 @@ def _layouts(leaf, held):
   return written(whole), shape, written(sharded)
 
 
-def _alone(x):
-  """x; on CPU only once it is computed: there many programs with collectives
-  at once can starve each other. Elsewhere a save does not wait for it."""
-  cpu = all(d.platform == 'cpu' for d in x.sharding.device_set)
-  return jax.block_until_ready(x) if cpu else x
-
-
 @functools.partial(jax.jit, static_argnames=('held', 'whole', 'spec'))
 def _ordered(x, held, whole, spec):
   # One function for all leaves: those that are alike compile once in a run.
@@ -289,5 +283,5 @@ def on_stages(flat, like, leaves):
   for path, leaf, (_, held) in _staged(like, leaves):
     whole, _, _ = _layouts(leaf, held)
     found = _staged_again(flat[path], held, whole, leaf.sharding)
-    out[path] = _alone(found)
+    out[path] = annotate.alone(found)
   return out

@@ -122,7 +122,8 @@ def variables(state):
     return state.variables
   out = of_one(state.outer.params)
   # Not under a jit of its own, which each evaluation would compile anew.
-  gathered = {p: jax.reshard(x, out[p]) for p, x in state.params.items()}
+  put = lambda p, x: annotate.alone(jax.reshard(x, out[p]))
+  gathered = {p: put(p, x) for p, x in state.params.items()}
   return gathered | state.counts
 
 

@@ -12,6 +12,7 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
 from paraxis.train import program
@@ -111,12 +112,16 @@ def test_a_replica_sends_each_number_once(delay):
   assert found['replica=2'] == numbers  # 2 (R - 1) / R of them
 
 
-def test_what_is_evaluated_is_the_whole_anchor():
+def test_what_is_evaluated_is_the_whole_anchor(monkeypatch):
+  alone, waited = annotate.alone, []
+  monkeypatch.setattr(annotate, 'alone', lambda x: waited.append(x) or alone(x))
   job = job_of('replica=2,data=2,fsdp=2')
   with job.context():
     state = job.initial_state()
     found = anchor.variables(state)
   assert found.keys() == state.variables.keys()
+  # Gathers of many leaves at once can starve each other on CPU.
+  assert len(waited) == len(state.params)
   for path, x in found.items():
     own = job.built.params[path].sharding
     assert x.sharding.is_equivalent_to(own, x.ndim), path
