@@ -64,7 +64,7 @@ def load(name):
     path = pathlib.Path(__file__).resolve().parent / SHIPPED[name]
   else:
     path = pathlib.Path(name)
-  if not path.is_file():
+  if not os.path.isfile(path):
     known = (*_PLAIN, *SHIPPED)
     raise errors.UserError(
       f'tokenizer {name!r} is neither one of {", ".join(known)} nor a '

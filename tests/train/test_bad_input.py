@@ -162,6 +162,18 @@ def test_flags(refused, train, tmp_path, row):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize('path', ['a' * 300, '~nobody_here/x.txt'])
+def test_paths_that_no_system_looks_up(refused, train, path):
+  """Too long a name, and the home of nobody, are as files that are missing."""
+  refused(train(f'--config.data.path={path}'), 'no such file', path)
+  sources = '--config.data.path=', f'--config.data.sources={path}:1'
+  refused(train(*sources), 'no such file', path)
+  words = 'nor a tokenizer.json file', path
+  refused(train(f'--config.data.tokenizer={path}'), *words)
+  template = f'--config.data.chat_template={path}'
+  refused(train(template, '--config.data.path=no/such.txt'), 'no/such.txt')
+
+
 QUICK = ['train', '--config=quickstart']
 
 

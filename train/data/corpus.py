@@ -24,6 +24,7 @@ import glob
 import hashlib
 import logging
 import math
+import os
 import pathlib
 import re
 from typing import NamedTuple
@@ -103,7 +104,7 @@ def _has_null(path):
 
 def is_glob(path) -> bool:
   """Whether config.data.path is a pattern, not the name of something there."""
-  return glob.has_magic(str(path)) and not pathlib.Path(path).exists()
+  return glob.has_magic(str(path)) and not os.path.exists(path)
 
 
 def source_folder(path):
@@ -124,7 +125,7 @@ def source_folder(path):
       "'corpus', or give data.sources."
     )
   found = pathlib.Path(path)
-  if not found.exists() and not is_glob(path):
+  if not os.path.exists(found) and not is_glob(path):
     raise errors.UserError(
       f'data.path={path!r}: no such file or folder ({found.absolute()}); '
       f"use 'fixture', 'corpus', a file ({FORMATS}), a folder or a glob."
@@ -184,25 +185,27 @@ def sources(data) -> list[rows_lib.Source]:
 
 def absolute(path) -> str:
   """config.data.path as an absolute one; names of what is shipped stay."""
-  found = pathlib.Path(path).expanduser()
-  if path in ('fixture', 'corpus', ''):
+  if path in ('fixture', 'corpus'):
     return path
-  if is_glob(found):
-    return str(found.absolute())
-  return str(found.resolve()) if found.exists() else path
+  found = pathlib.Path(os.path.expanduser(path))
+  return str(found.absolute()) if is_glob(found) else _resolved(path)
+
+
+def _resolved(path) -> str:
+  """The absolute name of what is there; else the name as it is."""
+  found = os.path.expanduser(path)
+  return str(pathlib.Path(found).resolve()) if os.path.exists(found) else path
 
 
 def with_places(config):
   """The schema.Config with absolute names of files and folders in `data`."""
   data = config.data
-  path = pathlib.Path(data.tokenizer).expanduser()
-  shipped = data.tokenizer in ('bytes', 'bpe2048', 'ids') or not path.exists()
-  chat = pathlib.Path(data.chat_template)
+  own = data.tokenizer not in ('bytes', 'bpe2048', 'ids')
   data = dataclasses.replace(
     data,
     path=absolute(data.path),
-    chat_template=str(chat.resolve()) if chat.is_file() else data.chat_template,
-    tokenizer=data.tokenizer if shipped else str(path.resolve()),
+    chat_template=_resolved(data.chat_template),
+    tokenizer=_resolved(data.tokenizer) if own else data.tokenizer,
     sources=','.join(f'{absolute(p)}:{w:g}' for p, w in weights(data).items()),
   )
   return dataclasses.replace(config, data=data)
