@@ -260,16 +260,16 @@ COMMAND = command_line.Command(
   'continue prompts with a trained model',
   (
     'Checkpoint',
-    (str, 'checkpoint=PATH', None,
+    ('path', 'checkpoint=PATH', None,
      "a workdir, its checkpoints folder, or one step's folder"),
-    (str, 'weights=PATH', None,
+    ('path', 'weights=PATH', None,
      'instead: a folder of Hugging Face, a .gguf file, or smollm2'),
     (int, 'step=N', None, 'step to load; else the newest undamaged one'),
     EMA,
     'Prompts',
     ('several', 'prompt=TEXT', [],
      'may be repeated; blanks at its end are dropped'),
-    (str, 'prompts_file=FILE', None,
+    ('path', 'prompts_file=FILE', None,
      'one prompt a line, UTF-8; empty lines are dropped, lines that cannot be '
      'continued are named and left out (exit code 2 in the end)'),
     (bool, 'chat', False,
@@ -279,7 +279,7 @@ COMMAND = command_line.Command(
     (str, 'system=TEXT', '', 'first message of every --chat'),
     ('several', 'domain=NAME', [],
      'kind of text; once for all prompts, or once per prompt'),
-    (str, 'calibration_file=FILE', None,
+    ('path', 'calibration_file=FILE', None,
      'UTF-8 text for the covariance of latents, read with '
      '--config.model.latent.rotation=pca alone; else the prompts'),
     "Sampling (defaults: the decode section of the run's config)",
@@ -300,7 +300,7 @@ COMMAND = command_line.Command(
      'speculative, pearl, easyspec: layers that draft'),
     (int, 'draft_group=N', None,
      'easyspec: layers whose mixers read the same features'),
-    (str, 'draft=FILE', None, 'a trained draft (paraxis draft), or heads'),
+    ('path', 'draft=FILE', None, 'a trained draft (paraxis draft), or heads'),
     (str, 'judge=NAME', None,
      'replay: the text of decoding one by one; rejection: its distribution; '
      'typical: another one'),

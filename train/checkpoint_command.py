@@ -333,14 +333,14 @@ COMMANDS = (
     '--checkpoint=RUN[/STEP]',
     'list the leaves of a checkpoint, its configuration and origin; no array '
     'is read',
-    ((str, _RUN, '', 'a run, its newest step; or RUN/STEP'), _JSON),
+    (('path', _RUN, '', 'a run, its newest step; or RUN/STEP'), _JSON),
   ),
   command_line.Command(
     _verify,
     'checkpoint verify',
     '--checkpoint=RUN[/STEP]',
     'read every byte of a checkpoint, compare all fingerprints',
-    ((str, _RUN, '', 'a run, all its steps; or RUN/STEP'), _JSON),
+    (('path', _RUN, '', 'a run, all its steps; or RUN/STEP'), _JSON),
     notes=(
       '',
       'Exit code 14: damage, and which leaf or file. One leaf at a time is in',
@@ -366,8 +366,13 @@ COMMANDS = (
     '--checkpoint=RUN/STEP --out=RUN2 --chunk_bytes=N',
     'write a checkpoint again in chunks of other sizes; the same fingerprints',
     (
-      (str, _RUN, '', 'a run, its newest step; or RUN/STEP; it stays as it is'),
-      (str, 'out=RUN2', '', 'folder to write, empty or not there'),
+      (
+        'path',
+        _RUN,
+        '',
+        'a run, its newest step; or RUN/STEP; it stays as it is',
+      ),
+      ('path', 'out=RUN2', '', 'folder to write, empty or not there'),
       ('count', 'chunk_bytes=N', 0, 'the most that a chunk of a file holds'),
     ),
   ),

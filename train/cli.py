@@ -181,7 +181,7 @@ _ALL = (
     f'{_CONFIG} --workdir=RUN',
     'train a model, or resume a run',
     (
-      (str, 'workdir=RUN', '', 'run directory; an existing run is resumed'),
+      ('path', 'workdir=RUN', '', 'run directory; an existing run is resumed'),
       _MESH,
       _DEVICES,
       (bool, 'print_config', False, 'print the resolved config as JSON; exit'),

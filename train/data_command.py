@@ -53,7 +53,7 @@ COMMANDS = (
     '[--out=FOLDER]',
     'download more text to train on',
     (
-      (str, 'out=FOLDER', '', 'empty: the folder corpus in the user cache'),
+      ('path', 'out=FOLDER', '', 'empty: the folder corpus in the user cache'),
       (bool, 'debian', False, 'also download the copyleft Debian texts'),
       (list, 'skip=NAME,...', [], 'packages to leave out'),
     ),

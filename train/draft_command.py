@@ -114,15 +114,15 @@ COMMAND = command_line.Command(
   '--checkpoint=RUN --method=medusa --out=heads.npz',
   'train what drafts several tokens a call (paraxis decode --draft)',
   (
-    (str, 'checkpoint=PATH', None, 'a run, or one of its steps'),
-    (str, 'weights=PATH', None, 'instead: Hugging Face, .gguf, or smollm2'),
+    ('path', 'checkpoint=PATH', None, 'a run, or one of its steps'),
+    ('path', 'weights=PATH', None, 'instead: Hugging Face, .gguf, or smollm2'),
     (str, 'method=NAME', 'medusa',
      'medusa: heads; speculative: blocks behind the first layers; eagle: a '
      'layer that continues the features; falcon: one that makes two a pass; '
      'ppd: prompt tokens behind drafts; filter: which tokens of a masked '
      'model are right already'),
-    (str, 'out=FILE', '', 'the .npz file to write'),
-    (str, 'data=PATH', 'fixture', 'text, as data.path'),
+    ('path', 'out=FILE', '', 'the .npz file to write'),
+    ('path', 'data=PATH', 'fixture', 'text, as data.path'),
     ('positive', 'tokens=N', 100_000, 'of the text that are read, at most'),
     ('count', 'own=N', 0,
      'tokens of each row that the model writes itself, after a piece of text; '

@@ -5,7 +5,7 @@ from paraxis.configs.base import errors
 from paraxis.configs.base import shares
 
 INIT = (
-  (str, 'init_from=PATH', '',
+  ('path', 'init_from=PATH', '',
    'begin a new run with the weights of RUN, RUN/STEP, a folder of Hugging '
    'Face, a .gguf file, or smollm2'),
   (bool, 'init_optimizer', False,
@@ -84,9 +84,9 @@ def commands(devices):
       'keep weights of another program as a checkpoint, which decode and '
       'train --init_from read',
       (
-        (str, 'workdir=RUN', '', 'folder to write, without checkpoints yet'),
+        ('path', 'workdir=RUN', '', 'folder to write, without checkpoints yet'),
         (
-          str,
+          'path',
           'tokenizer=NAME',
           '',
           'as data.tokenizer, for weights without a tokenizer.json',
@@ -101,8 +101,8 @@ def commands(devices):
       '--checkpoint=RUN --out=FOLDER',
       'write weights, tokenizer and licence as Hugging Face reads them',
       (
-        (str, 'checkpoint=RUN', '', 'a run, or RUN/STEP'),
-        (str, 'out=FOLDER', '', 'folder to write, empty or not there'),
+        ('path', 'checkpoint=RUN', '', 'a run, or RUN/STEP'),
+        ('path', 'out=FOLDER', '', 'folder to write, empty or not there'),
         (str, 'dtype=NAME', 'float32', 'float32 or bfloat16'),
         (str, 'family=NAME', '', "model_type; '': the plainest that fits"),
         _EMA,
@@ -116,7 +116,7 @@ def commands(devices):
       'average parameters of runs of one architecture, as a checkpoint that '
       'decode and train --init_from read',
       (
-        (str, 'out=RUN', '', 'folder to write, without checkpoints yet'),
+        ('path', 'out=RUN', '', 'folder to write, without checkpoints yet'),
         _EMA,
         devices,
       ),

@@ -39,7 +39,7 @@ FOLDER = pathlib.Path(__file__).resolve().parents[1]
 
 def find_config(name):
   """Path of a config: a file, or the name of one that ships with paraxis."""
-  path = pathlib.Path(name)
+  path = pathlib.Path(os.path.expanduser(name))
   shipped = FOLDER / f'{path.stem}.py'
   try:
     if path.is_file():
@@ -151,11 +151,6 @@ class _Maybe(flags.ArgumentParser):
     return {'true': ALL, 'false': None}.get(argument, argument)
 
 
-def _define_maybe(name, default, text, flag_values, short_name):
-  row = _Maybe(), None, name, default, text, short_name
-  flags.DEFINE_flag(flags.Flag(*row, boolean=True), flag_values)
-
-
 ALL = '*'  # value of a 'maybe' flag that is given without one
 _KINDS: dict[Any, Callable] = {
   str: flags.DEFINE_string,
@@ -163,8 +158,10 @@ _KINDS: dict[Any, Callable] = {
   float: flags.DEFINE_float,
   bool: flags.DEFINE_bool,
   list: flags.DEFINE_list,  # values separated by commas
-  'maybe': _define_maybe,  # --flag or --flag=VALUE
+  'maybe': functools.partial(flags.DEFINE, _Maybe(), boolean=True),
   'several': flags.DEFINE_multi_string,  # the flag may be repeated
+  'path': functools.partial(flags.DEFINE, user_file.Path()),
+  'paths': functools.partial(flags.DEFINE_multi, user_file.Path(), None),
   'count': functools.partial(flags.DEFINE_integer, lower_bound=0),
   'positive': functools.partial(flags.DEFINE_integer, lower_bound=1),
 }

@@ -1,4 +1,6 @@
-"""A user's own config file: executed, hashed, and named when it is wrong.
+"""A user's own files: their names, and of config files what is in them.
+
+A config file is executed, hashed, and named when it is wrong.
 
 An error names the line of the file that it comes from, also deep within jax, as
 when `paraxis verify` traces a mixer that the file defines. Only a file that the
@@ -9,11 +11,14 @@ import ast
 import contextlib
 import hashlib
 import importlib.util
+import os
 import pathlib
 import re
 import sys
 import traceback
 from typing import Any
+
+from absl import flags
 
 from paraxis.configs.base import errors
 
@@ -21,6 +26,18 @@ SHIPPED = pathlib.Path(__file__).resolve().parents[1]
 _PREFIX = 'paraxis_config_'
 _NAMES: dict[str, str] = {}  # absolute path -> as the user wrote it
 _executing: list[str] = []
+
+
+class Path(flags.ArgumentParser):
+  """The value of a flag that names a file: ~, which bash leaves in --flag=~/x,
+  is home."""
+
+  def parse(self, argument):
+    found = os.path.expanduser(argument)
+    if found.startswith('~'):
+      user = found.partition('/')[0]
+      raise ValueError(f'{user} is no home; a name that begins so is ./{user}.')
+    return found
 
 
 def execute(path) -> Any:

@@ -223,9 +223,9 @@ COMMAND = command_line.Command(
   'bits per byte, multiple choice and exact match of a model on files',
   (
     'Model',
-    (str, 'checkpoint=PATH', None,
+    ('path', 'checkpoint=PATH', None,
      "a workdir, its checkpoints folder, or one step's folder"),
-    (str, 'weights=PATH', None,
+    ('path', 'weights=PATH', None,
      'instead: a folder of Hugging Face, a .gguf file, or smollm2'),
     (list, 'ensemble=RUN:WEIGHT,...', [],
      'instead: runs of one architecture, whose probabilities are mixed, each '
@@ -248,7 +248,7 @@ COMMAND = command_line.Command(
     ('several', 'stop=TEXT', [],
      'an exact match ends before it; may be repeated; else at a line break'),
     'Output and devices',
-    (str, 'json=FILE', None, 'write figures and every example'),
+    ('path', 'json=FILE', None, 'write figures and every example'),
     ('positive', 'batch_size=N', 8, 'rows of a forward pass'),
     (str, 'mesh=AXIS=N,...', '',
      "replaces the run's mesh, e.g. --mesh=data=2,fsdp=2"),

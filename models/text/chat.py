@@ -9,6 +9,7 @@ import datetime
 import functools
 import importlib
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -29,16 +30,16 @@ def template(data) -> str:
   """
   if data.chat_template:
     try:
-      return plain_files.read_text(data.chat_template)
+      return plain_files.read_text(os.path.expanduser(data.chat_template))
     except (OSError, UnicodeDecodeError) as error:
       raise errors.UserError(
         f'data.chat_template={data.chat_template!r} cannot be read: {error}.'
       ) from error
-  beside = pathlib.Path(data.tokenizer).parent
-  if pathlib.Path(data.tokenizer).is_file():
+  named = pathlib.Path(os.path.expanduser(data.tokenizer))
+  if os.path.isfile(named):
     for name in _FILES:
-      if (beside / name).is_file():
-        if text := read(beside / name):
+      if (beside := named.with_name(name)).is_file():
+        if text := read(beside):
           return text
   return ''
 

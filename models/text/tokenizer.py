@@ -63,7 +63,7 @@ def load(name):
   if name in SHIPPED:
     path = pathlib.Path(__file__).resolve().parent / SHIPPED[name]
   else:
-    path = pathlib.Path(name)
+    path = pathlib.Path(os.path.expanduser(name))
   if not os.path.isfile(path):
     known = (*_PLAIN, *SHIPPED)
     raise errors.UserError(

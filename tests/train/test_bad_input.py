@@ -174,6 +174,19 @@ def test_paths_that_no_system_looks_up(refused, train, path):
   refused(train(template, '--config.data.path=no/such.txt'), 'no/such.txt')
 
 
+def test_every_flag_that_names_a_path_knows_home():
+  """Of one place; of a list each command expands the parts."""
+  kinds = {
+    f'{name} {row[1]}': row[0]
+    for name, command in cli.COMMANDS.items()
+    for row in command.flags
+    if isinstance(row, tuple) and row[0] in (str, 'several', 'path', 'paths')
+    if row[1].partition('=')[2] in ('FILE', 'FOLDER', 'PATH', 'RUN', 'RUN2')
+  }
+  assert len(kinds) > 20
+  assert {kinds[n] for n in kinds} == {'path', 'paths'}, kinds
+
+
 QUICK = ['train', '--config=quickstart']
 
 

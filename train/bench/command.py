@@ -274,7 +274,7 @@ COMMAND = command_line.Command(
       'print a Markdown table as in BENCHMARKS.md: a row per target, memory, '
       'the machine, versions and flags',
     ),
-    (str, 'out=FILE', None, 'keep all rows, as JSON, after each comparison'),
+    ('path', 'out=FILE', None, 'keep all rows, as JSON, after each comparison'),
     (
       bool,
       'resume',
@@ -288,12 +288,17 @@ COMMAND = command_line.Command(
       'measure a peer, too, in turn with ours, run by that Python; repeatable',
     ),
     (
-      'several',
+      'paths',
       'draft=FILE',
       [],
       'methods: a trained draft (paraxis draft); repeatable',
     ),
-    (str, 'tune=FILE', None, 'kernels: search block sizes, write them to FILE'),
+    (
+      'path',
+      'tune=FILE',
+      None,
+      'kernels: search block sizes, write them to FILE',
+    ),
     *device_command.FLAGS,
   ),
   words=None,

@@ -89,7 +89,7 @@ def commands(json_flag, devices):
       "run a config's claims; exit code 1 if one fails",
       (
         (
-          str,
+          'path',
           'workdir=RUN',
           '',
           'folder of all trainings and results; empty: results/NAME',

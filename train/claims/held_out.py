@@ -85,6 +85,7 @@ def against_gzip(config, evaluation):
 
 def _compared(config, evaluation):
   """`against_gzip`, which reads the text again."""
+  config = corpus.with_places(config)
   sources = corpus.source_files(config.data.path)
   if any(readers.is_chat(s) or readers.kind(s.file) == 'bin' for s in sources):
     return 'gzip -9: not compared, the data are conversations or tokens'

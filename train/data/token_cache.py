@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import mmap
+import os
 import pathlib
 import shutil
 
@@ -227,7 +228,8 @@ def _place(data, tokenizer, print_):
   where = f'{where}|{data.held_out_fraction}|{data.text_key}|{data.loss_on}'
   where += f'|{data.chat_template}'
   key = hashlib.sha256(f'{where}|{tokenizer.name}'.encode()).hexdigest()[:8]
-  root = pathlib.Path(data.cache_dir or cache.root() / 'tokens')
+  own = os.path.expanduser(data.cache_dir)
+  root = pathlib.Path(own or cache.root() / 'tokens')
   stem = f'{name}-{key}'
   return root / f'{stem}-{print_[:16]}', stem
 

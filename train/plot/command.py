@@ -103,8 +103,8 @@ COMMANDS = (
     '--workdir=RUN [-o loss.png]',
     "draw the loss of runs, and experts' loads (RUN/experts.png)",
     (
-      ('several', 'workdir=RUN', [], 'run directory; repeated: overlaid'),
-      (str, 'output=FILE', '', 'PNG; empty: loss.png in the first RUN', 'o'),
+      ('paths', 'workdir=RUN', [], 'run directory; repeated: overlaid'),
+      ('path', 'output=FILE', '', 'PNG; empty: loss.png in the first RUN', 'o'),
       (str, 'x=AXIS', 'step', 'step, tokens, or flops of the model'),
       (bool, 'profile', False, 'draw what train --profile measured instead'),
       (
@@ -128,7 +128,7 @@ COMMANDS = (
       ('count', 'microbatches=N', 8, 'microbatches in a step'),
       ('count', 'chunks=N', 0, 'chunks of layers per stage; 0: the fewest'),
       (float, 'skip_fraction=F', 0.0, 'schedule skip: share of stages skipped'),
-      (str, 'output=FILE', '', 'PNG; empty: NAME.png in this folder', 'o'),
+      ('path', 'output=FILE', '', 'PNG; empty: NAME.png in this folder', 'o'),
     ),
     words=1,
     notes=(

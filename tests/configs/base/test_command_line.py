@@ -51,6 +51,23 @@ def test_a_value_is_no_key():
     _parse('--config.train.steps=3')
 
 
+def test_paths_begin_at_home(tmp_path, monkeypatch):
+  """bash leaves ~ as it is in --flag=~/x."""
+  monkeypatch.setenv('HOME', str(tmp_path))
+  (tmp_path / 'mine.py').write_text(
+    'from paraxis.configs import schema\n\n\n'
+    'def get_config():\n  return schema.default()\n'
+  )
+  rows = ('path', 'out=FILE', None, 'one'), ('paths', 'run=RUN', [], 'several')
+  argv = ['--config=~/mine.py', '--out=~/a', '--run=~', '--run', 'b~/~']
+  values, config, _ = command_line.parse(argv, rows)
+  assert config.train.steps == schema.Config().train.steps
+  assert values.out == f'{tmp_path}/a' and values.run == [f'{tmp_path}', 'b~/~']
+  assert command_line.parse([], rows)[0].out is None
+  with support.refused('--out=~nobody_here/a', '~nobody_here is no home'):
+    command_line.parse(['--out=~nobody_here/a'], rows)
+
+
 def test_without_a_config():
   values, config, left = _parse('--workdir', 'a')
   assert config is None and values.workdir == 'a' and left == []

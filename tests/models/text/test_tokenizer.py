@@ -1,6 +1,7 @@
 """The three kinds of vocabulary: round trips, special tokens, streaming."""
 
 import codecs
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,7 +12,9 @@ from tokenizers import decoders
 from tokenizers import models
 from tokenizers import processors
 
+from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.models.text import chat
 from paraxis.models.text import tokenizer
 
 TEXTS = (
@@ -111,6 +114,18 @@ def test_any_tokenizer_json(tmp_path):
   assert t.decode_bytes([5, 1, 2, 3, 4, 6]) == ' a日'.encode()
   assert t.decode([5, 1, 2, 3, 4, 6]) == ' a日'
   assert t.fingerprint == tokenizer.load(path).fingerprint
+
+
+def test_files_at_home(tmp_path, monkeypatch):
+  save(tmp_path, ['?', 'a'], [])
+  (tmp_path / 'chat_template.jinja').write_text('beside')
+  (tmp_path / 'own.jinja').write_text('own')
+  monkeypatch.setenv('HOME', str(tmp_path))
+  data = schema.Data(tokenizer='~/tokenizer.json')
+  assert tokenizer.load(data.tokenizer).vocab_size == 2
+  assert chat.template(data) == 'beside'
+  own = dataclasses.replace(data, chat_template='~/own.jinja')
+  assert chat.template(own) == 'own'
 
 
 def test_missing_special_tokens_are_named(tmp_path):

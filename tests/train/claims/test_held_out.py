@@ -80,6 +80,17 @@ def test_gzip_is_compared_only_on_the_same_text_of_a_bearable_size(monkeypatch):
   assert 'are more than 1,000' in held_out.against_gzip(config, small)
 
 
+def test_the_text_is_where_the_run_read_it(tmp_path, monkeypatch):
+  """Below home, which the run has as an absolute path."""
+  monkeypatch.setenv('HOME', str(tmp_path))
+  (tmp_path / 'a.md').write_text('once ' * 99)
+  (tmp_path / 'b.md').write_text('then ' * 99)
+  config = schema.with_value(schema.Config(), 'data.path', '~/*.md')
+  found = evaluate.Evaluation(2.0, {'a': 2.0}, 100)
+  monkeypatch.setattr(held_out, 'READ_BYTES', 100)
+  assert 'files of 990 bytes' in held_out.against_gzip(config, found)
+
+
 def test_a_text_that_went_away_is_no_error_of_a_run(tmp_path, monkeypatch):
   path = tmp_path / 'a.txt'
   path.write_text('once ' * 99)

@@ -405,6 +405,15 @@ def test_a_failed_build_leaves_nothing(tmp_path):
   assert not list((tmp_path / 'cache').iterdir())
 
 
+def test_a_cache_at_home(tmp_path, monkeypatch):
+  monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+  monkeypatch.chdir(tmp_path)
+  write_jsonl(tmp_path / 'a.jsonl', numbered(5))
+  made, _ = build(tmp_path / 'a.jsonl', '~/tokens')
+  assert made.folder.parent == tmp_path / 'home' / 'tokens'
+  assert not (tmp_path / '~').exists()
+
+
 def test_unwritable_cache(tmp_path):
   write_jsonl(tmp_path / 'a.jsonl', numbered(5))
   (tmp_path / 'file').write_text('')

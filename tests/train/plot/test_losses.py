@@ -7,6 +7,7 @@ import pytest
 import support
 
 from paraxis.configs.base import errors
+from paraxis.train import cli
 from paraxis.train.plot import losses as plot
 
 
@@ -29,6 +30,14 @@ def test_a_plot_is_a_picture(tmp_path):
   run = _run(tmp_path / 'run')
   assert plot.draw([run]) == run / 'loss.png'
   assert min(support.png_size(run / 'loss.png')) > 600
+
+
+def test_a_run_at_home(tmp_path, monkeypatch):
+  """bash leaves ~ as it is in --workdir=~/run."""
+  run = _run(tmp_path / 'run')
+  monkeypatch.setenv('HOME', str(tmp_path))
+  assert cli.main(['plot', '--workdir=~/run']) == 0
+  assert (run / 'loss.png').is_file()
 
 
 def test_several_runs_into_another_file(tmp_path):
