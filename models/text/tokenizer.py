@@ -7,12 +7,7 @@ A document is trained on as [bos(domain)] + encode(text) + [end]; a prompt as
 `Generator`). Special tokens are only ever added by id: a document that contains
 the characters '<|end|>' gets their ordinary encoding.
 
-Which beginning-of-document token: `<|domain|>` if the vocabulary has it; else
-the one that tokenizer_config.json beside it says to add (`stated`, `keep`);
-else the vocabulary's general one (`<|bos|>`, `<s>`, ...); else, in a vocabulary
-of ours that has only domain tokens (`<|end|>` tells it; the shipped one), the
-first domain in sorted order. So text of an unknown domain is trained and
-prompted with the same token.
+Which tokens these are: special.py.
 
 Source: byte-level BPE, Radford et al. 2019, section 2.2. Cost: the `tokenizers`
 library encodes a few MB per CPU-second.
@@ -31,18 +26,10 @@ import tokenizers
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import plain_files
+from paraxis.models.text import special
 
 STATED = 'tokenizer_config.json'  # of Hugging Face, beside a tokenizer.json
 SHIPPED = {'bpe2048': 'bpe2048.json'}
-_BOS = ('<|bos|>', '<s>', '<bos>', '<|begin_of_text|>', '<|endoftext|>')
-_END = ('<|end|>', '</s>', '<eos>', '<|end_of_text|>', '<|endoftext|>')
-_OURS = '<|end|>'  # in every vocabulary of ours
-_PAD = ('<|pad|>', '<pad>', '[PAD]')
-# Control tokens of the same form that name no domain.
-_CONTROL = frozenset(
-  'pad end bos eos endoftext begin_of_text end_of_text '
-  'unk sep im_start im_end eot_id eom_id'.split()
-)
 _BYTE_TOKEN = re.compile(r'<0x([0-9A-F]{2})>')
 
 
@@ -122,94 +109,7 @@ def put(file, text):
   os.replace(temporary, file)
 
 
-class _Base:
-  """What both kinds of vocabulary share: special tokens and their rules.
-
-  Attributes:
-    first: id that a document of no domain begins with, where files state it.
-  """
-
-  first: int | None = None
-
-  name: str
-  vocab_size: int  # 1 + the largest id
-  fingerprint: str  # sha256 of the content, hex
-  _special: dict  # text -> id, of special tokens
-
-  @functools.cached_property
-  def domains(self):
-    """Sorted names of the domains that have their own bos token."""
-    found = (re.fullmatch(r'<\|(\w+)\|>', text) for text in self._special)
-    return tuple(sorted(m[1] for m in found if m and m[1] not in _CONTROL))
-
-  @functools.cached_property
-  def end_id(self):
-    return self._find(_END, 'end-of-document')
-
-  @functools.cached_property
-  def pad_id(self):
-    """Fills the end of a row; never seen by the loss. May equal end_id."""
-    return self.end_id if self.own_pad_id is None else self.own_pad_id
-
-  @property
-  def own_pad_id(self):
-    """Id of the token that is for padding alone; None: there is none."""
-    return next((self._special[t] for t in _PAD if t in self._special), None)
-
-  def bos_id(self, domain=None):
-    """Id of the token a document of `domain` (None: unknown) starts with."""
-    if domain in self.domains:
-      return self._special[f'<|{domain}|>']
-    if self.first is not None:
-      return self.first
-    if self.domains and _OURS in self._special and not self._begins:
-      return self._special[f'<|{self.domains[0]}|>']
-    return self._find(_BOS, 'beginning-of-document')
-
-  @property
-  def _begins(self):
-    """Whether a token is called by one of the names of a beginning."""
-    return any(text in self._special for text in _BOS)
-
-  @functools.cached_property
-  def special_ids(self):
-    """{id: text} of the special tokens."""
-    return {i: text for text, i in self._special.items()}
-
-  @property
-  def specials(self):
-    """Texts of the special tokens."""
-    return tuple(self._special)
-
-  def name_of(self, token):
-    """Text of a special token's id."""
-    return next(text for text, i in self._special.items() if i == token)
-
-  def is_ordinary(self, token):
-    """Whether text may have the id, as far as the tokenizer says."""
-    return False
-
-  def require_domain(self, domain):
-    """`domain`, or a UserError when this vocabulary has no token for it."""
-    if domain not in self.domains:
-      raise errors.UserError(
-        f'tokenizer {self.name} has no domain {domain!r}; it has '
-        f'{", ".join(self.domains) or "none"}.'
-        + schema.suggest(domain, self.domains)
-      )
-    return domain
-
-  def _find(self, candidates, kind):
-    for text in candidates:
-      if text in self._special:
-        return self._special[text]
-    raise errors.UserError(
-      f'tokenizer {self.name} has no {kind} token: none of '
-      f'{", ".join(candidates)} is among its {self.vocab_size} entries.'
-    )
-
-
-class Bytes(_Base):
+class Bytes(special.Special):
   """256 bytes, then `<|pad|>` 256, `<|end|>` 257, `<|bos|>` 258."""
 
   def __init__(self):
@@ -251,7 +151,7 @@ class Bytes(_Base):
     return self.decode_bytes(ids).decode('utf-8', 'replace')
 
 
-class Ids(_Base):
+class Ids(special.Special):
   """Ids of uint16 as they are, of an unknown tokenizer: without any text."""
 
   def __init__(self):
@@ -288,7 +188,7 @@ class Ids(_Base):
 _PLAIN = {'bytes': Bytes, 'ids': Ids}
 
 
-class Tokenizer(_Base):
+class Tokenizer(special.Special):
   """A tokenizer.json, read by the `tokenizers` library (data, never code)."""
 
   def __init__(self, path, name=None):
