@@ -179,8 +179,11 @@ class Checkpoint:
     if not self._known:
       register.require(meta.get('own_mixers'), store.directory, self._say)
     self._known = True
-    config = schema.to_dict(schema.from_json(meta['config'], store.directory))
-    return ml_collections.ConfigDict(config).lock()
+    config = schema.from_json(meta['config'], store.directory)
+    config = tokenizer_lib.in_place(
+      config, store.directory.parent, meta.get('tokenizer')
+    )
+    return ml_collections.ConfigDict(schema.to_dict(config)).lock()
 
   def generator(self, config, mesh_text='', rows=1, texts=(), template=''):
     """A loop.Generator of `parts`, which has the other arguments and errors.

@@ -143,7 +143,9 @@ def _check(job, step, found, where, say):
         'would differ. Restore the data, or start in another --workdir, from '
         'these weights with --init_from.'
       )
-  workdir_lib.compare(where, config, job.config)
+  # Of the same content: a host may keep its text elsewhere.
+  places = {n: schema.value(job.config, n) for n in workdir_lib.PLACES}
+  workdir_lib.compare(where, schema.with_values(config, places), job.config)
   steps = job.config.train.steps
   if step > steps:
     raise errors.UserError(

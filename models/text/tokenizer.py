@@ -60,6 +60,19 @@ def load(name):
   return Tokenizer(path, name)
 
 
+def in_place(config, folder, fingerprint):
+  """The schema.Config of a run, its tokenizer the one in the run's folder where
+  the file that it names is gone, as when the folder was renamed or copied.
+
+  fingerprint: of the run's tokenizer; another one's file is not taken.
+  """
+  name, file = config.data.tokenizer, pathlib.Path(folder, 'tokenizer.json')
+  if os.path.isabs(name) and not os.path.exists(name) and os.path.isfile(file):
+    if hashlib.sha256(file.read_bytes()).hexdigest() == fingerprint:
+      config = schema.with_value(config, 'data.tokenizer', str(file))
+  return config
+
+
 def stated(folder) -> dict:
   """tokenizer_config.json of a folder; {}: there is none.
 

@@ -147,6 +147,51 @@ def test_imported_weights_are_no_run_to_resume(tiny, exported, tmp_path):
     exchange.bring(str(exported), tmp_path / 'a', say=quiet)
 
 
+@pytest.mark.invariant(11)
+def test_a_run_that_was_moved_or_copied(tiny, exported, tmp_path):
+  """Its tokenizer is in its folder, and its text elsewhere: it resumes, decodes
+  and is exported, as long as their content is the same."""
+  a, b, c = (tmp_path / name for name in 'abc')
+  text, other = tmp_path / 'text' / 'song.txt', tmp_path / 'moved' / 'song.txt'
+  text.parent.mkdir()
+  shutil.copy(tiny.text, text)
+  fields = {'data.tokenizer': '', 'data.sequence_length': 32}
+
+  def train(run, path, steps):
+    weights = origin_lib.Foreign(str(exported))
+    last = {'data.path': str(path), 'train.steps': steps}
+    return tiny.run(run, fields | last, 'data=1', weights)
+
+  train(a, text, 2)
+  shutil.copytree(a, c)
+  a.rename(b)
+  text.parent.rename(other.parent)
+  said = train(b, other, 3)[1]
+  assert 'resumed from step 2, every leaf verified' in said
+  moved = [line for line in said if line.startswith('config: data.')]
+  assert [line.split()[1] for line in moved] == ['data.path', 'data.tokenizer']
+  # Another host compares with the manifest, and has a copy of the text.
+  b.rename(a)
+  shutil.copytree(other.parent, text.parent)
+  (c / workdir_lib.CONFIG).unlink()
+  assert 'resumed from step 2, every leaf verified' in train(c, other, 3)[1]
+  shutil.move(c, b)
+  with load.Checkpoint(str(b), None, quiet) as checkpoint:
+    config = schema.view(checkpoint.config())
+    assert config.data.tokenizer == str(b / files_lib.TOKENIZER)
+    checkpoint.parts(config, 'data=8')
+  exchange.send(str(b), tmp_path / 'out', say=quiet)
+  assert (tmp_path / 'out' / files_lib.TOKENIZER).is_file()
+  # Of another content it is not the run's.
+  other.write_text(other.read_text() + ' more')
+  with pytest.raises(errors.IntegrityError, match='the corpus changed'):
+    train(b, other, 4)
+  with (b / files_lib.TOKENIZER).open('a') as file:
+    file.write(' ')
+  with load.Checkpoint(str(b), None, quiet) as checkpoint:
+    assert checkpoint.config().data.tokenizer == str(c / files_lib.TOKENIZER)
+
+
 def contents(folder):
   return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
 

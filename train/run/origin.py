@@ -173,7 +173,9 @@ class Run:
 
   def config(self):
     """schema.Config of the run."""
-    return schema.from_json(self._meta.get('config'), self._path)
+    folder, meta = self._path.parent, self._meta
+    config = schema.from_json(meta.get('config'), self._path)
+    return tokenizer_lib.in_place(config, folder, meta.get('tokenizer'))
 
   def saved(self):
     """({canonical path: its entry of the manifest} of parameters, without

@@ -6,6 +6,7 @@ new run: it is refused, unless `--from_scratch` says so.
 """
 
 import contextlib
+import glob
 import json
 import os
 import pathlib
@@ -35,35 +36,18 @@ FORMER = {'model.experts.balance_scope': 'microbatch'}
 # with the mean of as many as there were; both are reported. Those of PATHS draw
 # the stages that a microbatch leaves out, if any (sharding/pipeline/paths.py).
 FREE = (
-  'mesh.',  # a whole section
-  'checkpoint.',
-  'decode.',
-  'train.steps',
-  'train.eval_every',
-  'train.eval_batches',
-  'train.print_every',
-  'train.log_every',
-  'train.max_nonfinite_steps',
-  'train.drift_every',
-  'train.stall_seconds',
-  'train.tensorboard',
-  'train.wandb',
-  'train.remat',
-  'pipeline.schedule',
-  'pipeline.chunks',
-  'pipeline.microbatches',
-  'pipeline.activations',
-  'model.experts.region',
-  'model.experts.hierarchical',
-  'model.experts.hot',
-  'model.experts.drop_limit',
-  'model.unroll',
-  'model.attention',
-  'data.prefetch',
-  'data.cache_dir',
-  'data.workers',
-)
+  'mesh.', 'checkpoint.', 'decode.',  # whole sections
+  'train.steps', 'train.eval_every', 'train.eval_batches', 'train.print_every',
+  'train.log_every', 'train.max_nonfinite_steps', 'train.drift_every',
+  'train.stall_seconds', 'train.tensorboard', 'train.wandb', 'train.remat',
+  'pipeline.schedule', 'pipeline.chunks', 'pipeline.microbatches',
+  'pipeline.activations', 'model.experts.region', 'model.experts.hierarchical',
+  'model.experts.hot', 'model.experts.drop_limit', 'model.unroll',
+  'model.attention', 'data.prefetch', 'data.cache_dir', 'data.workers',
+)  # fmt: skip
 PATHS = 'mesh.stage', 'pipeline.microbatches'
+# Files whose content a checkpoint's fingerprints compare (train/start.py).
+PLACES = 'data.path', 'data.tokenizer', 'data.chat_template'
 # Model fields that leave the shapes of parameters: a new run with another
 # value may begin with the weights of the old one. Those of `extra` are unknown.
 KEEP_SHAPES = (
@@ -355,6 +339,16 @@ def _draws(config):
   return pipeline.schedule == 'skip' and pipeline.skip_fraction > 0
 
 
+def _moved(name, was, now):
+  """Whether files that a field names may be the same ones elsewhere: the old
+  place is gone, or is the tokenizer of a run whose folder was copied."""
+  if name not in PLACES or not (os.path.isabs(was) and os.path.isabs(now)):
+    return False
+  of_run = pathlib.Path(was).with_name(CHECKPOINTS).is_dir()
+  there = os.path.exists(was) or any(glob.iglob(was, recursive=True))
+  return not there or (name == 'data.tokenizer' and of_run)
+
+
 def compare(where, old, new, say=lambda line: None, laid_out=True):
   """UserError if a run of `old` cannot resume as `new`; reports the rest.
 
@@ -364,7 +358,8 @@ def compare(where, old, new, say=lambda line: None, laid_out=True):
   drawn = PATHS if laid_out and (_draws(old) or _draws(new)) else ()
   for name, was, now in differences(old, new):
     text = f'{name} was {was!r}, is now {now!r}'
-    if not is_free(name) or name in drawn:
+    free = is_free(name) or _moved(name, was, now)
+    if not free or name in drawn:
       hard.append(text)
       shaped += [] if keeps_shapes(name, was, now) else [name]
     elif name == 'train.steps':

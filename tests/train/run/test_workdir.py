@@ -1,5 +1,6 @@
 """A run's folder: who may write, what a resumed run may change."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -135,6 +136,38 @@ def test_fields_that_draw_the_paths_of_a_run_that_skips(tmp_path, name):
       'RUN', free, experiment.fields(free, {name: 2}), said.append
     )
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+  'name, was, now, free',
+  [
+    ('data.tokenizer', 'gone/tokenizer.json', 'b/tokenizer.json', True),
+    ('data.tokenizer', 'run/tokenizer.json', 'b/tokenizer.json', True),
+    ('data.tokenizer', 'a/tokenizer.json', 'b/tokenizer.json', False),
+    ('data.tokenizer', 'gone/tokenizer.json', '', False),
+    ('data.path', 'gone/text', 'b/text', True),
+    ('data.path', 'gone/*.txt', 'b/*.txt', True),
+    ('data.path', 'a/*.json', 'b/*.txt', False),
+    ('data.path', 'run/tokenizer.json', 'b/text', False),
+    ('data.path', '', 'b/text', False),
+    ('data.chat_template', 'gone/own.jinja', 'b/own.jinja', True),
+    ('data.sources', 'gone/text', 'b/text', False),
+  ],
+)  # fmt: skip
+@pytest.mark.invariant(11)
+def test_files_that_are_elsewhere(tmp_path, name, was, now, free):
+  """A field may name another place where the old one is gone, or a run's own
+  folder; '' stands for the default, which is no place."""
+  (tmp_path / 'run' / workdir.CHECKPOINTS).mkdir(parents=True)
+  (tmp_path / 'a').mkdir()
+  for folder in ('run', 'a'):
+    (tmp_path / folder / 'tokenizer.json').touch()
+  places = [{name: str(tmp_path / x)} if x else {} for x in (was, now)]
+  old, new = (experiment.fields(schema.Config(), x) for x in places)
+  said = []
+  with contextlib.nullcontext() if free else support.refused(f'{name} was '):
+    workdir.compare('RUN', old, new, said.append)
+  assert len(said) == free
 
 
 # Values of KEEP_SHAPES that differ from the default.
