@@ -45,7 +45,7 @@ class Files:
     shapes: {name: shape} of every tensor.
     licence: what the files say of it; '': nothing.
     template: the chat template; '': none.
-    bos_token: text of what their tokenizer calls so; '': nothing.
+    bos_token, eos_token: text of what their tokenizer calls so; '': nothing.
     adds_bos: whether they say that a text begins with it; None: they do not.
     quantized: {type of less than 8 bits a number: how many tensors are stored
       in it}, as the file calls it.
@@ -58,6 +58,7 @@ class Files:
   licence = ''
   template = ''
   bos_token = ''
+  eos_token = ''
   adds_bos: bool | None = None
   quantized: Mapping[str, int] = {}
 
@@ -122,7 +123,8 @@ class Folder(Files):
     self.licence = _licence(path)
     self.template = _template(path)
     said = tokenizer_lib.stated(path)
-    self.bos_token = tokenizer_lib.bos_token(said)
+    self.bos_token = tokenizer_lib.stated_token(said, 'bos_token')
+    self.eos_token = tokenizer_lib.stated_token(said, 'eos_token')
     adds = said.get('add_bos_token')
     self.adds_bos = adds if isinstance(adds, bool) else None
 

@@ -259,8 +259,8 @@ class Source:
     )
 
   def keep_tokenizer(self, file: pathlib.Path, begun=False) -> None:
-    """Writes their tokenizer.json, what a document begins with, and beside it
-    their chat template, which train/data/chat.py looks for there.
+    """Writes their tokenizer.json, how a document begins and ends, and beside
+    it their chat template, which train/data/chat.py looks for there.
 
     begun: a run of theirs is in the folder. Else a template beside a tokenizer
     is of other weights, which were read there before, and goes.
@@ -269,13 +269,16 @@ class Source:
     text.tokenizer.Tokenizer.begins_with.
     """
     bos = self.files.bos_token if self._bos is None else self._bos
+    eos = self.files.eos_token or next(iter(self._ends), '')
+    if begun and 'eos_token' not in tokenizer_lib.stated(file.parent):
+      eos = ''  # a run of before none was written keeps its fingerprint
     text, adds = self.files.tokenizer(), self.files.adds_bos
     beside, stale = file.with_name(files_lib.TEMPLATE), file.exists()
     if self.files.template:
       tokenizer_lib.put(beside, self.files.template)
     elif stale and not begun:
       beside.unlink(missing_ok=True)
-    tokenizer_lib.keep(text, file, bos, adds)
+    tokenizer_lib.keep(text, file, bos, adds, eos)
 
 
 def _bos(config, vocab):

@@ -6,6 +6,9 @@ the one that tokenizer_config.json beside it says to add (tokenizer.py:
 else, in a vocabulary of ours that has only domain tokens (`<|end|>` tells it;
 the shipped one), the first domain in sorted order. So text of an unknown domain
 is trained and prompted with the same token.
+
+Which end-of-document token: the one with a known name (`<|end|>`, `</s>`, ...),
+else the eos_token of tokenizer_config.json.
 """
 
 import functools
@@ -30,9 +33,12 @@ class Special:
 
   Attributes:
     first: id that a document of no domain begins with, where files state it.
+    last: id that a document ends with, where files state it and none of the
+      known names is there.
   """
 
   first: int | None = None
+  last: int | None = None
 
   name: str
   vocab_size: int  # 1 + the largest id
@@ -47,7 +53,9 @@ class Special:
 
   @functools.cached_property
   def end_id(self):
-    return self._find(_END, 'end-of-document')
+    if self.last is not None:
+      return self.last
+    return self._find(_END, 'end-of-document', '{"eos_token": TEXT}')
 
   @functools.cached_property
   def pad_id(self):
@@ -67,12 +75,18 @@ class Special:
       return self.first
     if self.domains and _OURS in self._special and not self._begins:
       return self._special[f'<|{self.domains[0]}|>']
-    return self._find(_BOS, 'beginning-of-document')
+    states = '{"bos_token": TEXT, "add_bos_token": true}'
+    return self._find(_BOS, 'beginning-of-document', states)
 
   @property
   def _begins(self):
     """Whether a token is called by one of the names of a beginning."""
     return any(text in self._special for text in _BOS)
+
+  @property
+  def _ends(self):
+    """Whether a token is called by one of the names of an end."""
+    return any(text in self._special for text in _END)
 
   @functools.cached_property
   def special_ids(self):
@@ -102,11 +116,13 @@ class Special:
       )
     return domain
 
-  def _find(self, candidates, kind):
+  def _find(self, candidates, kind, states):
     for text in candidates:
       if text in self._special:
         return self._special[text]
     raise errors.UserError(
       f'tokenizer {self.name} has no {kind} token: none of '
-      f'{", ".join(candidates)} is among its {self.vocab_size} entries.'
+      f'{", ".join(candidates)} is among its {self.vocab_size} entries. If '
+      f'another special token is, write {states} to tokenizer_config.json '
+      'beside it.'
     )

@@ -91,27 +91,34 @@ def stated(folder) -> dict:
   return found
 
 
-def bos_token(config: dict) -> str:
-  """Text of a tokenizer_config's bos_token; '': it has none."""
-  found = config.get('bos_token')
+def stated_token(config: dict, name: str) -> str:
+  """Text of a tokenizer_config's bos_token or eos_token; '': it has none."""
+  found = config.get(name)
   found = found.get('content') if isinstance(found, dict) else found
   return found if isinstance(found, str) else ''
 
 
-def keep(text, file, bos: int | str | None = None, adds=None) -> None:
-  """Writes a tokenizer.json, and beside it what a document begins with.
+def keep(
+  text, file, bos: int | str | None = None, adds=None, eos: int | str = ''
+) -> None:
+  """Writes a tokenizer.json, and beside it how a document begins and ends.
 
   Args:
     text: of the tokenizer.json. file: its path, a pathlib.Path.
     bos: id or text that the files of its weights call so; None: none.
     adds: whether they say that a text begins with it; None: as `text` does.
+    eos: as bos; '': none.
   """
   put(file, text)
   made, beside = Tokenizer(file), file.with_name(STATED)
-  if (found := made.begins_with(bos, adds)) is None:
+  words: dict[str, str | bool] = {}
+  if (found := made.begins_with(bos, adds)) is not None:
+    words = dict(bos_token=made.name_of(found), add_bos_token=True)
+  if (found := made.ends_with(eos)) is not None:
+    words['eos_token'] = made.name_of(found)
+  if not words:
     beside.unlink(missing_ok=True)
   else:
-    words = dict(bos_token=made.name_of(found), add_bos_token=True)
     put(beside, json.dumps(words) + '\n')
 
 
@@ -230,7 +237,8 @@ class Tokenizer(special.Special):
     self._byte_level = '"ByteLevel"' in json.dumps(self._spec.get('decoder'))
     config = stated(pathlib.Path(path).parent)
     if config.get('add_bos_token') is True:
-      self.first = self._special.get(bos_token(config))
+      self.first = self._special.get(stated_token(config, 'bos_token'))
+    self.last = self.ends_with(stated_token(config, 'eos_token'))
 
   def begins_with(self, bos, adds=None) -> int | None:
     """The id of `bos`, if documents begin with it. Arguments as of `keep`.
@@ -244,6 +252,11 @@ class Tokenizer(special.Special):
     if adds is None:
       adds = self._tokenizer.encode('a').ids[:1] == [bos]
     return bos if adds or not self._begins else None
+
+  def ends_with(self, eos) -> int | None:
+    """The id of `eos`, if documents end with it: no known name is there."""
+    eos = self._special.get(eos, eos)
+    return eos if eos in self.special_ids and not self._ends else None
 
   def is_ordinary(self, token):
     return token in self._pieces and token not in self._added

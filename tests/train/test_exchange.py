@@ -295,6 +295,17 @@ def test_an_export_needs_no_end_of_a_known_name(exported, tmp_path):
   exchange.send(str(tmp_path / 'a'), tmp_path / 'b', say=quiet)
   written = json.loads((tmp_path / 'b' / 'tokenizer_config.json').read_text())
   assert written['eos_token'] == '<EOS_TOKEN>'
+  # Text is trained on, too, where tokenizer_config.json names it ...
+  shutil.copy(tmp_path / 'b' / 'tokenizer_config.json', folder)
+  theirs, file = source.Source(folder), tmp_path / 'c' / 'tokenizer.json'
+  file.parent.mkdir()
+  for begun in (False, True):
+    theirs.keep_tokenizer(file, begun)
+    assert tokenizer.load(str(file)).end_id == end
+  # ... but for a run that began before it was written.
+  file.with_name('tokenizer_config.json').unlink()
+  theirs.keep_tokenizer(file, True)
+  assert tokenizer.load(str(file)).last is None
 
 
 def test_ids_that_nobody_knows_are_null(run, exported, tmp_path):

@@ -7,6 +7,7 @@ import os
 import pathlib
 
 import pytest
+import support
 import tokenizers
 from tokenizers import decoders
 from tokenizers import models
@@ -134,6 +135,42 @@ def test_missing_special_tokens_are_named(tmp_path):
     t.bos_id()
   with pytest.raises(errors.UserError, match='end-of-document.*2 entries'):
     _ = t.end_id
+
+
+SENTENCE = '<\uff5cend\u2581of\u2581sentence\uff5c>'  # DeepSeek
+
+
+@pytest.mark.parametrize(
+  'special, eos, wanted',
+  [
+    (['<bos>', SENTENCE], SENTENCE, 3),
+    (['<BOS_TOKEN>', '<|END_OF_TURN_TOKEN|>'], '<|END_OF_TURN_TOKEN|>', 3),
+    (['<bos>', SENTENCE], dict(content=SENTENCE), 3),
+    (['<bos>', SENTENCE], 3, 3),
+    (['</s>', SENTENCE], SENTENCE, 2),  # a known name goes first
+    (['<bos>', SENTENCE], 'a', None),  # text may have it
+    (['<bos>', SENTENCE], '<|unknown|>', None),
+    (['<bos>', SENTENCE], '', None),
+  ],
+)
+def test_the_end_that_files_state(tmp_path, special, eos, wanted):
+  path = save(tmp_path, ['?', 'a'], special)
+  if not isinstance(eos, int):
+    (tmp_path / tokenizer.STATED).write_text(json.dumps(dict(eos_token=eos)))
+    made = tokenizer.load(path)
+    if wanted is None:
+      with support.refused('{"eos_token": TEXT}', 'tokenizer_config.json'):
+        _ = made.end_id
+    else:
+      assert made.end_id == made.pad_id == wanted
+    assert made.last == (wanted if wanted == 3 else None)
+  # ... and what is written beside a run's says it too.
+  file, text = tmp_path / 'run' / 'tokenizer.json', pathlib.Path(path)
+  file.parent.mkdir()
+  eos = eos['content'] if isinstance(eos, dict) else eos
+  tokenizer.keep(text.read_text(), file, eos=eos)
+  assert tokenizer.load(str(file)).last == (wanted if wanted == 3 else None)
+  assert file.with_name(tokenizer.STATED).exists() == (wanted == 3)
 
 
 ENDOFTEXT, START = '<|endoftext|>', '<|startoftext|>'

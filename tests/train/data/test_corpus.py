@@ -429,12 +429,16 @@ def test_fingerprint_covers_text_tokenizer_and_split(tmp_path):
   )
   stated = tokenizer.load('bpe2048')
   stated.first = 7  # as tokenizer_config.json says it
+  ended = tokenizer.load('bpe2048')
+  ended.last = 9
   found = [
     token_cache.tokens(base, tokenizer.load('bytes')),
     token_cache.tokens(base, tokenizer.load('bpe2048')),
     token_cache.tokens(other, tokenizer.load('bytes')),
     token_cache.tokens(base, stated),
+    token_cache.tokens(base, ended),
   ]
-  assert len({c.fingerprint for c in found}) == 4
+  assert len({c.fingerprint for c in found}) == 5
+  assert set(np.asarray(found[4].tokens)[found[4].starts[1:] - 1]) == {9}
   assert set(np.asarray(found[3].tokens)[found[3].starts[:-1]]) == {7}
   assert found[2].held.sum() > found[0].held.sum()
