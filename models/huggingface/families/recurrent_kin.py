@@ -77,7 +77,11 @@ RECURRENT_GEMMA = (
     lambda model: {'lru_width': model.rg_lru.width or model.d_model},
   ),
   Same('conv1d_width', 'rg_lru.conv_width', 4),
-  Same('logits_soft_cap', 'logit_softcap', 30.0),
+  # Logits always have it: their class divides by it.
+  Computed(
+    lambda config: {'logit_softcap': config('logits_soft_cap', 30.0, 1e-9)},
+    lambda model: {'logits_soft_cap': model.logit_softcap},
+  ),
   Same('attention_bias', 'attention_bias', False),
   Fixed('embeddings_scale_by_sqrt_dim', True),
   dense_kin.fraction(0.5), Computed(_blocks, _written_blocks),

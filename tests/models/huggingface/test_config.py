@@ -128,6 +128,22 @@ def test_heads_that_a_class_does_not_know_are_refused(name):
     assert exact_or_refused(other).get('model_type') not in WHOLE
 
 
+# (family, fields of its golden's model, what the refusal says)
+NOT_OF_ITS_CLASS = [
+  ('recurrent_gemma', dict(logit_softcap=0.0), 'logits_soft_cap=0.0'),
+]
+
+
+@pytest.mark.parametrize('name, change, words', NOT_OF_ITS_CLASS)
+def test_what_a_class_does_not_compute_is_not_exported(name, change, words):
+  model = config_lib.to_model(hf_families.read_golden(name)['config'])
+  assert exact_or_refused(model, name)
+  model = dataclasses.replace(model, **change)
+  with support.refused(words):
+    config_lib.from_model(model, name)
+  assert exact_or_refused(model).get('model_type') != name
+
+
 @pytest.mark.parametrize('name', ['deepseek_v2', 'deepseek_v3', 'youtu'])
 def test_a_cap_on_scores_of_latents_is_no_default(name):
   model = config_lib.to_model(hf_families.read_golden(name)['config'])

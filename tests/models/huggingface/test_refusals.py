@@ -53,6 +53,7 @@ REFUSED = [
     dict(embeddings_scale_by_sqrt_dim=False),
     'embeddings_scale_by_sqrt_dim',
   ),
+  ('recurrent_gemma', dict(logits_soft_cap=0.0), 'logits_soft_cap=0.0'),
   ('qwen3_next', dict(hidden_act='gelu'), 'hidden_act'),
   ('qwen3_5_text', dict(layer_types=['mamba']), 'layer_types'),
   ('afmoe', dict(attention_bias=True), 'attention_bias'),
