@@ -292,7 +292,7 @@ FAMILIES = {
   ),
   'phi3': family(
     'Phi3ForCausalLM', llama(epsilon=1e-5), fraction(1.0), ORIGINAL,
-    dense._window_or_not(),
+    rows.scaled_by('longrope'), dense._window_or_not(),
     qkv='qkv_proj', gate_up='gate_up_proj',
   ),
   'gpt_neox': family(

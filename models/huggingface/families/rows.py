@@ -190,6 +190,27 @@ def _read_rope(config, theta, **options):
   return scaling(config, rope, config('rope_theta', theta, 1), **options)
 
 
+def _kind(rope):
+  """rope_type of rotary parameters, by its name of today."""
+  kind = rope('rope_type', rope('type', 'default'))
+  if rope.given('short_factor') is not None and kind in ('su', 'yarn'):
+    return 'longrope'  # Phi-3's earlier names of it
+  return kind
+
+
+def scaled_by(*kinds):
+  """Beside `rope`: of classes that know no other scaling."""
+
+  def read(config):
+    rope = given_rope(config)
+    if (kind := _kind(rope)) not in ('default', *kinds):
+      known = ' or '.join(('default', *kinds))
+      rope.refuse('rope_type', f'is not {known}, which its class knows', kind)
+    return {}
+
+  return Computed(read, lambda model: {})
+
+
 def scaling(config, rope, theta=1e4, latent=False):
   """Our fields of one object of rotary parameters.
 
@@ -198,8 +219,7 @@ def scaling(config, rope, theta=1e4, latent=False):
     theta: the base, where the object has none.
     latent: of latent attention, whose scores YaRN corrects, not cos and sin.
   """
-  kind = rope('type', 'default')
-  kind = rope('rope_type', kind)
+  kind = _kind(rope)
   part = rope('partial_rotary_factor', 1.0)
   if part != 1 and not config.partial:
     rope.refuse('partial_rotary_factor', 'rotates a part of a head')
@@ -212,8 +232,6 @@ def scaling(config, rope, theta=1e4, latent=False):
       if rope.given(name) not in (None, 1):
         rope.refuse('rope_type', f'has no {name}, and there is one', kind)
     return out
-  if rope.given('short_factor') is not None and kind in ('su', 'yarn'):
-    kind = 'longrope'  # Phi-3's earlier names of it
   if kind == 'longrope':
     return out | _longrope(config, rope, length)
   if kind not in ('linear', 'llama3', 'yarn'):

@@ -128,10 +128,18 @@ def test_heads_that_a_class_does_not_know_are_refused(name):
     assert exact_or_refused(other).get('model_type') not in WHOLE
 
 
+LINEAR = dict(rope_scaling='linear', rope_factor=2.0)
+LLAMA3 = LINEAR | dict(
+  rope_scaling='llama3', rope_low_frequency=1.0, rope_high_frequency=4.0,
+  rope_original_length=16,
+)  # fmt: skip
+YARN = LLAMA3 | dict(rope_scaling='yarn', rope_high_frequency=32.0)
 # (family, fields of its golden's model, what the refusal says)
 NOT_OF_ITS_CLASS = [
+  *(('phi3', x, f"rope_type='{x['rope_scaling']}'")
+    for x in (LINEAR, LLAMA3, YARN)),
   ('recurrent_gemma', dict(logit_softcap=0.0), 'logits_soft_cap=0.0'),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize('name, change, words', NOT_OF_ITS_CLASS)
@@ -142,6 +150,13 @@ def test_what_a_class_does_not_compute_is_not_exported(name, change, words):
   with support.refused(words):
     config_lib.from_model(model, name)
   assert exact_or_refused(model).get('model_type') != name
+
+
+@pytest.mark.parametrize('scaled', [{}, LINEAR, LLAMA3, YARN])
+def test_half_a_head_that_is_scaled_is_no_phi3(scaled):
+  model = schema.Model(rope_fraction=0.5, **scaled)
+  found = exact_or_refused(model)['model_type']
+  assert found == ('glm' if scaled else 'phi3')
 
 
 @pytest.mark.parametrize('name', ['deepseek_v2', 'deepseek_v3', 'youtu'])

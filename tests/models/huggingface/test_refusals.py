@@ -47,6 +47,7 @@ REFUSED = [
   ('opt', dict(do_layer_norm_before=False), 'do_layer_norm_before'),
   ('opt', dict(word_embed_proj_dim=8), 'word_embed_proj_dim'),
   ('olmoe', dict(clip_qkv=8.0), 'clip_qkv'),
+  ('phi3', dict(rope_parameters=YARN), "rope_type='yarn' is not default or"),
   ('recurrent_gemma', dict(block_types=['mamba']), 'block_types'),
   (
     'recurrent_gemma',
