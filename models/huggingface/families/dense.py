@@ -168,10 +168,12 @@ SMOLLM_LAYERS = (
 )
 
 FAMILIES = {
-  'llama': family('LlamaForCausalLM', llama(), BIAS, MLP_BIAS),
-  'internlm3': family('LlamaForCausalLM', llama(epsilon=1e-5), BIAS, MLP_BIAS),
+  'llama': family('LlamaForCausalLM', llama(), kin.DIVIDES, BIAS, MLP_BIAS),
+  'internlm3': family(
+    'LlamaForCausalLM', llama(epsilon=1e-5), kin.DIVIDES, BIAS, MLP_BIAS
+  ),
   'iquestcoder': family(
-    'LlamaForCausalLM', llama(epsilon=1e-5), BIAS, MLP_BIAS
+    'LlamaForCausalLM', llama(epsilon=1e-5), kin.DIVIDES, BIAS, MLP_BIAS
   ),
   'mistral': family('MistralForCausalLM', llama(), _window_or_not()),
   'qwen2': family('Qwen2ForCausalLM', llama(), QKV_BIAS, QWEN_LAYERS),
@@ -188,6 +190,7 @@ FAMILIES = {
   'gemma2': family(
     'Gemma2ForCausalLM', llama(tied=True, act='hidden_activation'), GEMMA,
     SANDWICH, _scale(256), GEMMA_CAPS, kin.layers(kin.periodic('WF')),
+    kin.DIVIDES,
     silent=('hidden_act',), **kin.SANDWICH,
   ),
   'gemma3_text': family(
@@ -198,6 +201,7 @@ FAMILIES = {
     Ours({'norm_zero_centered': True, 'qk_norm': 'head'}), GEMMA_SCALE,
     Fixed('use_bidirectional_attention', False), NO_BIAS, SANDWICH,
     _scale(256), GEMMA_CAPS, kin.layers(kin.full_each(6)), kin.SPARE_PERIOD,
+    kin.DIVIDES,
     silent=('_sliding_window_pattern',), **kin.SANDWICH,
   ),
   'smollm3': family(

@@ -232,7 +232,8 @@ FAMILIES = {
   ),
   'arcee': family(
     'ArceeForCausalLM',
-    llama(epsilon=1e-5, gates=kin.PLAIN, default_act='relu2'), BIAS, MLP_BIAS,
+    llama(epsilon=1e-5, gates=kin.PLAIN, default_act='relu2'), kin.DIVIDES,
+    BIAS, MLP_BIAS,
   ),
   'seed_oss': family(
     'SeedOssForCausalLM', llama(),
@@ -256,7 +257,7 @@ FAMILIES = {
     silent=('residual_dropout',), up='c_fc', down='c_proj',
   ),
   'jais2': family(
-    'Jais2ForCausalLM', layernorm(act='relu2'),
+    'Jais2ForCausalLM', layernorm(act='relu2'), kin.DIVIDES,
     Choice(
       'attention_bias', ('attention_bias', 'attention_output_bias'),
       {False: (False, False), True: (True, True)}, True,
@@ -339,7 +340,7 @@ FAMILIES = {
     inverse('logits_scaling', 'logit_scale'), SWA,
   ),
   'hyperclovax': family(
-    'HyperCLOVAXForCausalLM', llama(), BIAS, MLP_BIAS, MULTIPLIERS,
+    'HyperCLOVAXForCausalLM', llama(), kin.DIVIDES, BIAS, MLP_BIAS, MULTIPLIERS,
     attention_multiplier(0.0), Same('logits_scaling', 'logit_scale', 1.0),
     Choice('use_post_norm', 'norm_placement',
            {True: 'sandwich', False: 'pre'}, True),
@@ -367,7 +368,7 @@ FAMILIES = {
   ),
   'cwm': family(
     'CwmForCausalLM', llama(theta=1e6, epsilon=1e-5), MLP_BIAS,
-    kin.layers(kin.periodic('FWWW')),
+    kin.DIVIDES, kin.layers(kin.periodic('FWWW')),
   ),
   'hunyuan_v1_dense': family(
     'HunYuanDenseV1ForCausalLM', llama(epsilon=1e-5), BIAS,
@@ -376,7 +377,7 @@ FAMILIES = {
   ),
   'vaultgemma': family(
     'VaultGemmaForCausalLM', llama(tied=True, act='hidden_activation'),
-    dense.GEMMA, dense._scale(256), dense.GEMMA_CAPS,
+    dense.GEMMA, dense._scale(256), dense.GEMMA_CAPS, kin.DIVIDES,
     kin.layers(kin.periodic('WF')), mlp_norm='pre_feedforward_layernorm',
   ),
 }  # fmt: skip

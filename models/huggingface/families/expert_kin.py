@@ -275,7 +275,7 @@ FAMILIES = {
     | dict(router_bias='moe_statics.e_score_correction_bias'),
   ),
   'aria_text': family(
-    'AriaTextForCausalLM', expert.no_mlp(llama()), dense.BIAS,
+    'AriaTextForCausalLM', expert.no_mlp(llama()), kin.DIVIDES, dense.BIAS,
     Same('intermediate_size', 'experts.d_ff'),
     Same('moe_num_experts', 'experts.count', 8),
     Same('moe_topk', 'experts.top_k', 2),

@@ -64,6 +64,17 @@ HEADS = Computed(
 )
 
 
+def _divides(config):
+  n, d = config('num_attention_heads'), config('hidden_size')
+  if d % n:
+    config.refuse('num_attention_heads', f'does not divide hidden_size={d}')
+  return {}
+
+
+# Beside HEADS: of classes that ask for it, whatever head_dim is.
+DIVIDES = Computed(_divides, lambda model: {})
+
+
 def whole_heads(grouped=True):
   """Beside HEADS: of classes whose heads share out the width, whatever their
   file says.
@@ -73,9 +84,8 @@ def whole_heads(grouped=True):
   kv = 'num_key_value_heads'
 
   def read(config):
+    _divides(config)
     n, d = config('num_attention_heads'), config('hidden_size')
-    if d % n:
-      config.refuse('num_attention_heads', f'does not divide hidden_size={d}')
     of = f'as of hidden_size={d}, num_attention_heads={n}'
     if config('head_dim', d // n, 1) != d // n:
       config.refuse('head_dim', f'is not {d // n}, {of}')

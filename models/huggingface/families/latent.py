@@ -85,8 +85,8 @@ MINICPM_SCALES = Computed(
 )
 FAMILIES = {
   'deepseek_v2': family(
-    'DeepseekV2ForCausalLM', LATENT, expert.ROUTED, expert.DENSE_FIRST,
-    BEST_OF_GROUPS, Ours({'experts.normalise': False}),
+    'DeepseekV2ForCausalLM', LATENT, kin.DIVIDES, expert.ROUTED,
+    expert.DENSE_FIRST, BEST_OF_GROUPS, Ours({'experts.normalise': False}),
     Fixed('norm_topk_prob', False), Fixed('mlp_bias', False),
     Fixed('moe_layer_freq', 1), Fixed('scoring_func', 'softmax'),
     silent=LATENT_SILENT, **kin.EXPERT_NAMES, **MLA_NAMES,
@@ -103,7 +103,7 @@ FAMILIES = {
     silent=LATENT_SILENT, **kin.EXPERT_NAMES, **MLA_NAMES,
   ),
   'minicpm3': family(
-    'MiniCPM3ForCausalLM', LATENT, MINICPM_SCALES,
+    'MiniCPM3ForCausalLM', LATENT, kin.DIVIDES, MINICPM_SCALES,
     Same('rms_norm_eps', 'norm_epsilon', 1e-5),
     Same('tie_word_embeddings', 'tied_embedding', True),
     Fixed('mlp_bias', False), silent=LATENT_SILENT, latent_pairs=False,

@@ -152,6 +152,32 @@ def test_what_a_class_does_not_compute_is_not_exported(name, change, words):
   assert exact_or_refused(model).get('model_type') != name
 
 
+DIVIDE = (
+  'arcee aria_text cwm deepseek_v2 gemma2 gemma3_text gpt_neox hyperclovax '
+  'internlm3 iquestcoder jais2 llama minicpm3 vaultgemma'
+)
+
+
+@pytest.mark.parametrize('name', DIVIDE.split())
+def test_heads_that_a_class_wants_to_divide_the_width(name):
+  config = hf_families.read_golden(name)['config']
+  model = config_lib.to_model(config)
+  heads = dict(num_attention_heads=3, num_key_value_heads=3)
+  says = f'num_attention_heads=3 does not divide hidden_size={model.d_model}'
+  with support.refused(says):
+    config_lib.to_model(config | heads)
+  own = dict(num_heads=3, num_kv_heads=3, head_dim=model.head_width)
+  with support.refused(says):
+    config_lib.from_model(dataclasses.replace(model, **own), name)
+
+
+def test_heads_of_any_number_are_mistral():
+  model = schema.Model(d_model=160, num_heads=6, head_dim=32)
+  assert exact_or_refused(model)['model_type'] == 'mistral'
+  model = dataclasses.replace(model, num_heads=5)
+  assert exact_or_refused(model)['model_type'] == 'llama'
+
+
 @pytest.mark.parametrize('scaled', [{}, LINEAR, LLAMA3, YARN])
 def test_half_a_head_that_is_scaled_is_no_phi3(scaled):
   model = schema.Model(rope_fraction=0.5, **scaled)
