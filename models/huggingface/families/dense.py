@@ -92,9 +92,10 @@ GEMMA = (
   Ours({'norm_zero_centered': True}), GEMMA_SCALE,
   Fixed('use_bidirectional_attention', None), NO_BIAS,
 )  # fmt: skip
+LOGIT_CAP = Same('final_logit_softcapping', 'logit_softcap', 0.0, null=0.0)
 GEMMA_CAPS = (
   Same('attn_logit_softcapping', 'attention_softcap', 0.0, null=0.0),
-  Same('final_logit_softcapping', 'logit_softcap', 0.0, null=0.0),
+  LOGIT_CAP,
 )
 
 
@@ -200,9 +201,11 @@ FAMILIES = {
     ),
     Ours({'norm_zero_centered': True, 'qk_norm': 'head'}), GEMMA_SCALE,
     Fixed('use_bidirectional_attention', False), NO_BIAS, SANDWICH,
-    _scale(256), GEMMA_CAPS, kin.layers(kin.full_each(6)), kin.SPARE_PERIOD,
+    _scale(256), LOGIT_CAP, kin.layers(kin.full_each(6)), kin.SPARE_PERIOD,
     kin.DIVIDES,
-    silent=('_sliding_window_pattern',), **kin.SANDWICH,
+    # Their attention has no cap, whatever the field says.
+    silent=('_sliding_window_pattern', 'attn_logit_softcapping'),
+    **kin.SANDWICH,
   ),
   'smollm3': family(
     'SmolLM3ForCausalLM', llama(theta=2e6, tied=True), BIAS, MLP_BIAS,

@@ -136,6 +136,8 @@ LLAMA3 = LINEAR | dict(
 YARN = LLAMA3 | dict(rope_scaling='yarn', rope_high_frequency=32.0)
 # (family, fields of its golden's model, what the refusal says)
 NOT_OF_ITS_CLASS = [
+  ('gemma3_text', dict(attention_softcap=2.0),
+   'model.attention_softcap=2.0 (there 0.0)'),
   *(('phi3', x, f"rope_type='{x['rope_scaling']}'")
     for x in (LINEAR, LLAMA3, YARN)),
   ('recurrent_gemma', dict(logit_softcap=0.0), 'logits_soft_cap=0.0'),

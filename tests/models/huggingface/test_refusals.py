@@ -127,6 +127,17 @@ def test_older_fields_are_read(name, fields, changed):
   assert not changed or after[changed] == fields['rotary_emb_base']
 
 
+# Their configs have it, and no class of theirs reads it.
+UNREAD = [('gemma3_text', dict(attn_logit_softcapping=50.0))]
+
+
+@pytest.mark.parametrize('name, fields', UNREAD)
+def test_what_a_class_does_not_read_changes_nothing(name, fields):
+  config = hf_families.read_golden(name)['config']
+  same = lambda config: config_lib.canonical(config_lib.to_model(config))
+  assert same(config | fields) == same(config)
+
+
 def test_layers_of_one_rotation_are_scaled_alike():
   config = hf_families.read_golden('granite_swa')['config']
   config |= dict(rope_parameters=LINEAR, layer_rope_theta=None)
