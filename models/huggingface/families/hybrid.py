@@ -128,7 +128,7 @@ NEMOTRON = (
   Same('vocab_size', 'vocab_size'), Same('hidden_size', 'd_model'),
   kin.HEADS, Computed(_layers, _written_layers),
   Same('layer_norm_epsilon', 'norm_epsilon', 1e-5),
-  Same('tie_word_embeddings', 'tied_embedding', False), dense.BIAS,
+  Same('tie_word_embeddings', 'tied_embedding', False),
   Same('mamba_num_heads', 'mamba.heads', 128),
   Same('mamba_head_dim', 'mamba.head_dim', 64),
   Same('n_groups', 'mamba.groups', 8),
@@ -165,7 +165,8 @@ FAMILIES = {
     'NemotronHForCausalLM', NEMOTRON,
     Computed(_activation, Choice('mlp_hidden_act', 'mlp', kin.PLAIN).write),
     silent=(
-      'expand', 'num_hidden_layers', 'mamba_ssm_cache_dtype',
+      # Their attention has no biases, whatever the field says.
+      'attention_bias', 'expand', 'num_hidden_layers', 'mamba_ssm_cache_dtype',
       'moe_shared_expert_overlap', 'mtp_layers_block_type', 'n_shared_experts',
       'num_logits_to_keep', 'mtp_hybrid_override_pattern', 'time_step_limit',
     ),

@@ -138,6 +138,8 @@ YARN = LLAMA3 | dict(rope_scaling='yarn', rope_high_frequency=32.0)
 NOT_OF_ITS_CLASS = [
   ('gemma3_text', dict(attention_softcap=2.0),
    'model.attention_softcap=2.0 (there 0.0)'),
+  ('nemotron_h', dict(attention_bias=True, attention_output_bias=True),
+   'model.attention_bias=True (there False)'),
   *(('phi3', x, f"rope_type='{x['rope_scaling']}'")
     for x in (LINEAR, LLAMA3, YARN)),
   ('recurrent_gemma', dict(logit_softcap=0.0), 'logits_soft_cap=0.0'),

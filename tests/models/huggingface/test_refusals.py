@@ -128,7 +128,10 @@ def test_older_fields_are_read(name, fields, changed):
 
 
 # Their configs have it, and no class of theirs reads it.
-UNREAD = [('gemma3_text', dict(attn_logit_softcapping=50.0))]
+UNREAD = [
+  ('gemma3_text', dict(attn_logit_softcapping=50.0)),
+  ('nemotron_h', dict(attention_bias=True)),
+]
 
 
 @pytest.mark.parametrize('name, fields', UNREAD)
