@@ -84,7 +84,7 @@ RECURRENT_GEMMA = (
   ),
   Same('attention_bias', 'attention_bias', False),
   Fixed('embeddings_scale_by_sqrt_dim', True),
-  dense_kin.fraction(0.5), Computed(_blocks, _written_blocks),
+  dense_kin.fraction(0.5), rows.scaled_by(), Computed(_blocks, _written_blocks),
   Computed(_rounded_root, lambda model: {}),
   Ours({
     'norm_zero_centered': True, 'mlp_bias': True, 'attention_output_bias': True,

@@ -143,6 +143,8 @@ NOT_OF_ITS_CLASS = [
   *(('phi3', x, f"rope_type='{x['rope_scaling']}'")
     for x in (LINEAR, LLAMA3, YARN)),
   ('recurrent_gemma', dict(logit_softcap=0.0), 'logits_soft_cap=0.0'),
+  *(('recurrent_gemma', x, f"rope_type='{x['rope_scaling']}' is not default,")
+    for x in (LINEAR, LLAMA3, YARN)),
 ]  # fmt: skip
 
 

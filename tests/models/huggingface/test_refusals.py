@@ -55,6 +55,7 @@ REFUSED = [
     'embeddings_scale_by_sqrt_dim',
   ),
   ('recurrent_gemma', dict(logits_soft_cap=0.0), 'logits_soft_cap=0.0'),
+  ('recurrent_gemma', dict(rope_parameters=LINEAR), "rope_type='linear'"),
   ('qwen3_next', dict(hidden_act='gelu'), 'hidden_act'),
   ('qwen3_5_text', dict(layer_types=['mamba']), 'layer_types'),
   ('afmoe', dict(attention_bias=True), 'attention_bias'),
