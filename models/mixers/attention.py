@@ -272,12 +272,16 @@ class Attention(mixer.Mixer):
 
   @staticmethod
   def mixing_flops(config, kind, length):
-    """Scores and weighted values of the keys that each token sees."""
+    """Scores and weighted values of the keys that each token sees.
+
+    With streams those of a prefix are seen by all.
+    """
     chunk = chunk_of(config, kind) or length
     window = mask_of(config, kind).window or length
     block = config.block or (1 if config.visibility == 'causal' else length)
     ends = (-(-(t % chunk + 1) // block) * block for t in range(length))
     seen = sum(min(end, window, length) for end in ends)
+    seen += length * config.stream_prefix if config.stream_copies else 0
     return 4 * seen * config.num_heads * config.head_width
 
 

@@ -79,6 +79,19 @@ def test_every_pass_of_a_core_mixes():
   assert of(5) - of(2) == 3 * 3 * 4 * (2 * weights * 256 + 4 * scores)
 
 
+def test_every_token_sees_the_prefix_of_its_stream():
+  def of(keys, **more):
+    streams = dict(wiring='streams', streams=2, stream_prefix=keys) | more
+    return counted(tiny({f'model.{k}': v for k, v in streams.items()}))
+
+  found, few = of(8)
+  pairs = 3 * 256 * (24 - 8)  # of three layers
+  assert of(24)[1] - few == 3 * 4 * 2 * 4 * 64 * 4 * pairs
+  window = dict(pattern='W', window=16)  # which the prefix is not part of
+  assert of(24, **window)[1] - of(8, **window)[1] == of(24)[1] - few
+  assert few <= found.total <= 1.1 * few
+
+
 def test_recomputing_costs_a_forward_pass():
   plain, model = counted(tiny())
   full, _ = counted(tiny({'train.remat': 'full'}))
