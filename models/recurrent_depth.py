@@ -135,15 +135,18 @@ class RecurrentStack(stack_lib.Stack):
     before, core, after = (
       tuple(self.pattern[i] for i in part) for part in self._parts
     )
+    self._last = min(own.gradients, own.iterations)
     self.cached = before + core * own.iterations + after
+    self.learned = before + core * self._last + after
 
-  def uses(self, path) -> float:
+  def uses(self, path, learned=False) -> float:
     """As of `Stack`: on average over the rows."""
+    passes = self._last if learned else self._passes
     owners = self.owners.get(path.removeprefix('layers/'))
     if owners is None:
-      return self._passes if path.endswith('from_state') else 1
+      return passes if path.endswith('from_state') else 1
     core = sum(i in self._parts[1] for i in owners)
-    return (len(owners) + core * (self._passes - 1)) / len(owners)
+    return (len(owners) + core * (passes - 1)) / len(owners)
 
   def _part(self, part, stacks):
     """(kinds, {'layers/...': stack}) of consecutive layers."""

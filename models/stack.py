@@ -64,7 +64,7 @@ class Stack:
     """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
     self.config, self._policy = config, policy
     self.unit, self.pattern = layer_lib.kinds_of(config)
-    self.cached = self.pattern
+    self.cached = self.learned = self.pattern
     self.depth = depth.whole(self.pattern)
     if layout.placement is not None:
       self.depth = depth.share_out(
@@ -152,8 +152,12 @@ class Stack:
         out[path] = round(out[path] * sum(r >= 0 for r in rows) / len(rows))
     return out
 
-  def uses(self, path) -> float:
-    """Layers that read each row of a parameter: 1 where each has its own."""
+  def uses(self, path, learned=False) -> float:
+    """Layers that read each row of a parameter: 1 where each has its own.
+
+    learned: of what gradients flow through alone.
+    """
+    del learned  # all of it
     path = path.removeprefix('layers/')
     if path not in self._blocks:
       return 1

@@ -19,7 +19,8 @@ while it runs: it is added to its peak.
     operations of the model = 3 (2 N tokens + 4 pairs x heads x head width)
 
 N: parameters of matrices and of the head; pairs: of a query and a key that the
-mask admits, one document to a row.
+mask admits, one document to a row. A core's passes that no gradients flow
+through (model.recurrence.gradients) count once, not 3 times.
 """
 
 import dataclasses
@@ -232,7 +233,14 @@ def device_bytes(tree):
 
 def model_flops(config, built):
   """Floating-point operations of a step by the model's formula (see top)."""
+  forward, backward = (_row_flops(config, built, x) for x in (False, True))
+  return config.train.batch_size * (forward + 2 * backward)
+
+
+def _row_flops(config, built, learned):
+  """Of a row's forward pass; learned: of what gradients flow through alone."""
   model, length = config.model, config.data.sequence_length
+  stack = built.model.stack
   head = 'embedding' if model.tied_embedding else 'head'
   # Copies of a row, and rows in pairs, go through the layers alone.
   pairs = config.train.objective == 'block'
@@ -240,7 +248,7 @@ def model_flops(config, built):
   weights = 0
   for path, size in built.model.sizes(built.params).items():
     axes = built.model.axes[path]
-    size *= built.model.stack.uses(path)
+    size *= stack.uses(path, learned)
     size *= copies if path.startswith('layers/') else 1
     if 'experts' in axes:  # of which a token uses top_k
       count = built.params[path].shape[axes.index('experts')]
@@ -249,10 +257,9 @@ def model_flops(config, built):
       weights += size
   mixing = sum(
     layer.MIXERS[kind[0]].mixing_flops(model, kind[0], length)
-    for kind in built.model.stack.cached  # a core's layers once a pass
-  )
-  rows = config.train.batch_size
-  return 3 * rows * (2 * weights * length + copies * mixing)
+    for kind in (stack.learned if learned else stack.cached)
+  )  # a core's layers once a pass
+  return 2 * weights * length + copies * mixing
 
 
 def to_json(report):

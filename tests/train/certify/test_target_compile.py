@@ -68,15 +68,25 @@ def test_scan_counts_as_unrolled_and_never_below_the_model():
 
 
 def test_every_pass_of_a_core_mixes():
-  def of(passes):
-    core = dict(prelude=1, core=1, iterations=passes)
-    config = tiny({f'model.recurrence.{k}': v for k, v in core.items()})
-    job = job_lib.of_shapes(config, abstract=True)
+  """The last ones have gradients: each counts three times, others once."""
+
+  def of(passes, last):
+    core = dict(
+      prelude=1, core=1, iterations=passes, gradients=last, spread=0.0
+    )
+    return tiny({f'model.recurrence.{k}': v for k, v in core.items()})
+
+  def count(passes, last=8):
+    job = job_lib.of_shapes(of(passes, last), abstract=True)
     return target_compile.model_flops(job.config, job.built)
 
   weights = 5 * 256 * 256 + 3 * 256 * 512  # of a layer and of what joins states
-  scores = 4 * 64 * 256 * 257 // 2
-  assert of(5) - of(2) == 3 * 3 * 4 * (2 * weights * 256 + 4 * scores)
+  once = 4 * (2 * weights * 256 + 4 * 4 * 64 * 256 * 257 // 2)
+  assert count(5) - count(2) == 3 * 3 * once
+  assert count(5, 2) - count(2) == 3 * once
+  assert count(5, 3) - count(5, 2) == 2 * once
+  found, model = counted(of(5, 2))
+  assert model <= found.total <= 1.1 * model
 
 
 def test_every_token_sees_the_prefix_of_its_stream():
