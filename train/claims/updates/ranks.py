@@ -32,9 +32,12 @@ def _trained(run, rules, size, fields, seeds):
     run.config, fields, experiment.under('optimizer', {'name': rule} | trial)
   )
   width = experiment.fields(run.config, fields).model.d_model
-  label = lambda rule, i: f'{width}-{rule}-{i}'
+  # By what it is: a knock-out, whose trainings lie there too, has other trials.
+  label = lambda rule, trial: '-'.join(
+    [f'{width}', rule, *(f'{x:g}' for x in trial.values())]
+  )
   for rule, trials in rules.items():
-    tried = {label(rule, i): config(rule, t) for i, t in enumerate(trials)}
+    tried = {label(rule, t): config(rule, t) for t in trials}
     first = ablation.trained(home, tried, seeds[:1])
     found = ablation.numbers(first, 'bits_per_byte')
     chosen = min(found, key=lambda name: found[name][0])

@@ -1,5 +1,6 @@
 """Verdicts on given curves: what is first, what changes its order."""
 
+import claim_cases
 import pytest
 
 from paraxis.configs import schema
@@ -68,3 +69,20 @@ def test_a_gain_that_is_smaller(monkeypatch, tmp_path, end, passed):
   large = WON | {'muon': (2.2, end)}
   found = _judge(monkeypatch, tmp_path, ranks.gains, WON, large)
   assert found.passed == passed
+
+
+def test_a_knock_out_reads_the_trainings_of_its_own_rates(
+  monkeypatch, tmp_path
+):
+  """They lie in one folder, and other rates than theirs are refused there."""
+  bits = {'32-adamw-0.005-0': 2.1, '32-adamw-0.01-0': 2.0}
+  seen = claim_cases.trains_to(monkeypatch, bits)
+  run = claim_cases.run_of('fantastic_optimizers', {}, tmp_path / 'own')
+  trials = [{'learning_rate': r} for r in (5e-3, 1e-2)]
+  train = lambda run, trials: ranks._trained(
+    run, {'adamw': trials}, 'small', {}, [0]
+  )
+  (best,) = train(run, trials)['adamw']
+  assert best.config.optimizer.learning_rate == 1e-2 and len(seen) == 2
+  (same,) = train(run.other(run.config, 'off'), trials[1:])['adamw']
+  assert same.folder == best.folder and len(seen) == 2
