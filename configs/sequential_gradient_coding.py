@@ -76,13 +76,16 @@ def claims():
 
 
 def knockouts():
-  """Chunks without coefficients; one more is late; all are waited for."""
+  """Chunks without coefficients; late workers are read; one more is late; all
+  are waited for."""
   from paraxis.train.claims.outer import coding
 
   sets, step, time, span = (name for name, *_ in claims())
   return [
     ('coefficients', sets, coding.repeated_chunks),
+    ('late_are_read', sets, coding.all_read),
     ('no_code', step, coding.repeated_chunks),
+    ('late_are_read_in_a_step', step, coding.all_read),
     ('beyond', time, {'beyond': 1, 'bursts': [[1, 2, 1]]}),
     ('patience', span, {'patience': 1e9}),
   ]

@@ -1,15 +1,73 @@
-"""Claims about late workers fail where chunks have no coefficients, more are
-late than a scheme bears, or all are waited for."""
+"""Claims about late workers fail where chunks have no coefficients, late ones
+are read, a worker reads more than it is to, more are late than a scheme bears,
+or all are waited for."""
 
 import claim_cases
+import numpy as np
+import pytest
 
+from paraxis.sharding.planner import sequential_coding
 from paraxis.train.claims.outer import coding
+from paraxis.train.steps import coded
 
 NAME = 'sequential_gradient_coding'
 
 
 def test_chunks_without_coefficients_are_seen():
   claim_cases.falls(NAME, 'coefficients', codes=[[5, 2]])
+
+
+@pytest.mark.parametrize(
+  'knockout, given',
+  [
+    ('late_are_read', {'codes': [[5, 2]]}),
+    ('late_are_read_in_a_step', {'meshes': [{'mesh': 'data=4'}]}),
+  ],
+)
+def test_late_workers_that_are_read_are_seen(knockout, given):
+  right, wrong = claim_cases.falls(NAME, knockout, **given)
+  assert wrong.expected == right.expected
+  assert wrong.measured.endswith('the rest does NOT hold')  # the sum is right
+
+
+def test_workers_that_read_all_chunks_are_seen():
+  claim_cases.holds_until(
+    coded, 'cyclic', lambda n, s: np.ones((n, n)) / n, coding.decodes,
+    codes=[[5, 2]], within=1e-10,
+  )  # fmt: skip
+
+
+IN_TIME = dict(n=4, bursts=[[1, 2, 1]], rounds=4)
+
+
+@pytest.mark.parametrize('kind', ['Multiplexed', 'Repeated'])
+def test_a_scheme_that_takes_its_jobs_for_whole_is_seen(monkeypatch, kind):
+  given = IN_TIME | dict(beyond=3)
+  for one in ('Multiplexed', 'Repeated'):
+    monkeypatch.setattr(
+      getattr(sequential_coding, one), 'round', lambda self, ok: True
+    )
+  monkeypatch.setattr(coding, 'IN_TIME', {
+    name: found for name, found in coding.IN_TIME.items()
+    if (name == 'M-SGC') == (kind == 'Multiplexed')
+  })  # fmt: skip
+  found = coding.in_time(None, **given)
+  assert not found.passed and not found.measured.startswith('0 ')
+
+
+def test_a_worker_that_reads_more_than_the_load_is_seen(monkeypatch):
+  right = coding.in_time(None, beyond=0, **IN_TIME)
+  assert right.passed and right.measured == '0 late, 0% above it'
+  for name, make in coding.KINDS.items():
+
+    def less(*given, make=make):
+      scheme = make(*given)
+      scheme.load /= 2
+      return scheme
+
+    monkeypatch.setitem(coding.KINDS, name, less)
+  found = coding.in_time(None, beyond=0, **IN_TIME)
+  assert not found.passed and found.measured == '0 late, 100% above it'
 
 
 def test_one_more_late_worker_is_seen():
