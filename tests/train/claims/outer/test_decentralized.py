@@ -1,6 +1,8 @@
-"""Claims about nodes of a graph fail where nothing flows, or is exchanged."""
+"""Claims about nodes of a graph fail where nothing flows, or is exchanged, or
+six times as much is."""
 
 import contextlib
+import types
 
 import numpy as np
 import pytest
@@ -75,3 +77,38 @@ def test_exchanges_are_counted_beside_baselines():
     decentralized.fewer, decentralized.silent, **given | dict(most=5000)
   )
   assert not silent.passed
+
+
+def test_exchanges_by_hand():
+  """Two nodes: the Laplacian's eigenvalue is 2, the resistance 1/2 + 1/2."""
+  problem = types.SimpleNamespace(smooth=8.0, convex=1.0)
+  time = 8 * 4 * np.log(1e6)
+  assert decentralized.allowed(problem, [(0, 1)], 2) == int(0.5**0.5 * time)
+
+
+def test_more_exchanges_than_the_theorem_allows_are_seen(monkeypatch):
+  """Whoever is slow: gossip SGD is counted no further than to the bound."""
+  counted = []
+  slow = lambda problem, edges, n, rng, most: counted.append(most) or most
+  monkeypatch.setattr(decentralized, '_gossip', slow)
+  given = SMALL | dict(most=60_000, tracking=False)
+  assert claim(decentralized.fewer, **given).passed
+  often = claim(decentralized.fewer, decentralized.six_times, **given)
+  assert not often.passed and 'not' not in often.measured, often
+  assert counted[:3] == counted[3:]  # whatever DADAO takes
+
+
+def test_rates_of_gossip_fall_as_gradients_are_taken(monkeypatch):
+  seen = []
+
+  def step(gradient, x, pairs, rate):
+    seen.append(rate)
+    return x
+
+  monkeypatch.setattr(decentralized, '_gossiped', step)
+  problem, edges, rng = decentralized._made('chain', 4, 0)
+  decentralized._gossip(problem, edges, 4, rng, 2000)
+  constant = [s / problem.smooth for s in decentralized.SHARES]
+  assert {*constant} < {*seen}
+  falling = [r for r in seen if r not in constant]
+  assert falling and min(falling) > 0 and max(falling) < constant[0]
