@@ -46,6 +46,23 @@ def received(config, devices):
   }
 
 
+def least(config, devices):
+  """Bytes that a device has to receive over `replica` in a period, at least: of
+  a mean, 2 (R - 1) / R of its share of a replica's parameters; of pairs, that
+  share; in four bits, those of the R - 1 others. It shares with all devices of
+  its replica: what several of them hold need not arrive at each."""
+  params = job_lib.of_shapes(config, '', devices).built.params.values()
+  n, loop = config.mesh.replica, config.outer
+  whole = sum(x.size * x.dtype.itemsize for x in params)
+  if loop.exchange == 'pairs':
+    sent = whole
+  elif loop.codec:
+    sent = (n - 1) * sum(x.size for x in params) / 2
+  else:
+    sent = 2 * (n - 1) / n * whole
+  return sent * n / len(devices)
+
+
 def without_penalty():
   """Knock-out: what is late counts as much as what is not."""
   same = lambda plan, gap, momentum, specs: gap
@@ -54,7 +71,8 @@ def without_penalty():
 
 def messages(run, *, meshes, fewer):
   """HLO: no byte of a step crosses replicas, and an exchange every period sends
-  so many times fewer than data parallel does in as many steps.
+  so many times fewer than data parallel does in as many steps, and not fewer
+  than it has to (`least`).
 
   Bytes are those that a device receives over `replica`: of data parallel every
   step, of ours in the gradient, the update and the exchanges of a period.
@@ -62,7 +80,7 @@ def messages(run, *, meshes, fewer):
   Args:
     meshes: texts as for --mesh, with replica. fewer: at least so many times.
   """
-  ratios, inner = {}, 0
+  ratios, shares, inner = {}, [], 0
   for mesh in meshes:
     config, devices = experiment.on(run.config, mesh)
     of = functools.partial(
@@ -75,13 +93,20 @@ def messages(run, *, meshes, fewer):
     sent = sum(received(config, devices).values())
     period = mine * config.outer.period + sent
     ratios[mesh] = plain * config.outer.period / max(period, 1)
+    shares.append(sent / least(config, devices))
   return claims.Outcome(
-    f'0 in a step, >= {fewer:g} times fewer',
-    f'{inner} in a step, {experiment.numbers(ratios.values(), ".1f")} times',
+    f'0 in a step, >= {fewer:g} times fewer, >= 1 x what has to be sent',
+    f'{inner} in a step, {experiment.numbers(ratios.values(), ".1f")} times, '
+    f'{experiment.numbers(shares, ".3f")} x',
     f'{"; ".join(meshes)}: bytes received over replica in outer.period='
     f'{run.config.outer.period} steps, beside gradients averaged in each',
-    not inner and min(ratios.values()) >= fewer,
+    not inner and min(ratios.values()) >= fewer and _whole(shares),
   )
+
+
+def _whole(shares):
+  """Whether no share is below 1, but for rounding."""
+  return min(shares) >= 1 - 1e-9
 
 
 def _received(config, devices, names):
@@ -199,7 +224,7 @@ def clips(run, *, mesh, most):
 
 def peak(run, *, mesh, changes, within):
   """HLO: most bytes that are sent in one step, as a share of what replicas
-  would send at once, without fragments.
+  would send at once, without fragments; all fragments are sent (`least`).
 
   Args:
     mesh: text as for --mesh. changes: {'section.field': value} of the model.
@@ -210,13 +235,13 @@ def peak(run, *, mesh, changes, within):
   whole = experiment.fields(config, {'outer.fragments': 1})
   parts = list(received(config, devices).values())
   total = sum(received(whole, devices).values())
-  share = max(parts) / total
+  share, sent = max(parts) / total, sum(parts) / least(config, devices)
   return claims.Outcome(
-    f'<= {within:g}',
-    f'{share:.3f}',
+    f'<= {within:g}, of >= 1 x what has to be sent',
+    f'{share:.3f}, {sent:.3f} x',
     f'{mesh}, {changes}: {config.outer.fragments} fragments, together '
     f'{sum(parts) / total:.3f} of the bytes of one',
-    share <= within,
+    share <= within and _whole([sent]),
   )
 
 

@@ -59,7 +59,40 @@ def test_one_fragment_has_the_whole_peak():
     changes={'model.num_layers': 4, 'outer.fragments': fragments},
   )  # fmt: skip
   assert check(2).passed
-  assert check(1).measured == '1.000' and not check(1).passed
+  assert check(1).measured.startswith('1.000, 1.') and not check(1).passed
+
+
+def test_a_fragment_that_is_never_sent_is_seen(monkeypatch):
+  """Without it the most of one step is less, not more."""
+  right = exchanges.received
+
+  def first(*given):
+    sent = right(*given)
+    return {name: x for name, x in sent.items() if name != 'send of fragment 1'}
+
+  monkeypatch.setattr(exchanges, 'received', first)
+  found = exchanges.peak(
+    claim_cases.run_of('streaming_diloco', SMALL),
+    mesh='replica=2', within=1.0, changes={'model.num_layers': 4},
+  )  # fmt: skip
+  assert not found.passed and ', 0.' in found.measured, found
+
+
+def without_ends(plan, tree, p, right=exchanges.outer.Plan.of):
+  return {q: x for q, x in right(plan, tree, p).items() if q in plan.stacked}
+
+
+@pytest.mark.parametrize('name, fewer', [
+  ('diloco', 50), ('streaming_diloco', 300), ('noloco', 39)
+])  # fmt: skip
+def test_parameters_that_are_never_sent_are_seen(name, fewer):
+  """Fewer bytes are no proof where the embedding stays at home."""
+  run = claim_cases.run_of(name, SMALL)
+  _, wrong = claim_cases.holds_until(
+    exchanges.outer.Plan, 'of', without_ends, exchanges.messages, run,
+    meshes=['replica=2'], fewer=fewer,
+  )  # fmt: skip
+  assert ' 0.' in wrong.measured
 
 
 def test_waiting_is_of_the_schedule():
