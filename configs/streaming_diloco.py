@@ -3,14 +3,15 @@
 paper: arXiv:2501.18512
 mechanism: train/steps/outer.py, train/steps/codec.py
 test: tests/train/steps/test_replicas.py, tests/train/steps/test_codec.py,
+  tests/train/claims/outer/test_equations.py,
   tests/train/claims/outer/test_exchanges.py
 run: paraxis reproduce streaming_diloco
 cost: 1,200 CPU-seconds
-expect: HLO 400 times fewer bytes than data parallel between two replicas (200
-  between four), .29 of them in a step, of 4 fragments; a sum is read a step
-  later; SIM messages of .7 steps are hidden, half of one of 2; LEARN 4.5% below
-  DiLoCo (2.553 bits per byte; 2.674), 2.552 in four bits; 2.550 where a
-  sum is 5 steps late, 2.565 where 10.
+expect: EQ the equations in NumPy, without codes; HLO 400 times fewer bytes than
+  data parallel between two replicas (200 between four), .29 of them in a step,
+  of 4 fragments; a sum is read a step later; SIM messages of .7 steps are
+  hidden, half of one of 2; LEARN 4.5% below DiLoCo (2.553 bits per byte;
+  2.674), 2.552 in four bits; 2.550 where a sum is 5 steps late, 2.565 where 10.
 differs: 154 thousand parameters in 2 layers, so 2 fragments, of which one has
   the embedding, 64% of all; 4 replicas, 50 steps a period, 20 periods. DiLoCo
   is far behind data parallel here (configs/diloco.py); that replicas keep half
@@ -40,9 +41,16 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce streaming_diloco` checks."""
+  from paraxis.train.claims.outer import equations
   from paraxis.train.claims.outer import exchanges
   from paraxis.train.claims.outer import learning
 
+  numpy = dict(
+    check=equations.by_numpy, within=1e-9,
+    cases=[
+      {'mesh': 'replica=2,fsdp=2', 'outer.period': 4, 'outer.codec': ''}
+    ],
+  )  # fmt: skip
   sent = dict(
     check=exchanges.messages, meshes=['replica=2,fsdp=4', 'replica=2,tensor=2'],
     fewer=7.5 * LOOP['period'],
@@ -66,6 +74,7 @@ def claims():
     ],
   )  # fmt: skip
   return [
+    ('exchanges equal the equations', 'EQ', numpy, None),
     ('bytes between replicas', 'HLO', sent, 'two orders of magnitude fewer'),
     ('bytes of one step', 'HLO', peak, 'of a fragment alone'),
     ('a sum is read when it is due', 'HLO', unread, None),
@@ -75,13 +84,17 @@ def claims():
 
 
 def knockouts():
-  """Numbers as they are; no fragments; at once; nothing is exchanged."""
-  sent, peak, unread, hidden, learned = (name for name, *_ in claims())
+  """Layers alone move; numbers as they are; no fragments; at once; nothing is
+  exchanged."""
+  from paraxis.train.claims.outer import equations
+
+  numpy, sent, peak, unread, hidden, learned = (name for name, *_ in claims())
   never = dict(
     families={n: presets.REPLICAS[n] for n in NAMES} | presets.NEVER,
     compare=[[['never'], 'DiLoCo .4', 0.01]],
   )
   return [
+    ('ends', numpy, equations.without_ends),
     ('codec', sent, {'outer.codec': ''}),
     ('fragments', peak, {'changes': DEEP | {'outer.fragments': 1}}),
     ('delay', unread, {'outer.delay': 0}),
