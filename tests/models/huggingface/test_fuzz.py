@@ -80,7 +80,9 @@ def files_of(config):
   model = hf_families.model_of(config)
   table = leaves.table(model, config['model_type'])
   shapes = {name: () for leaf in table for name in leaf.names}
-  return types.SimpleNamespace(path='folder', config=config, shapes=shapes)
+  return types.SimpleNamespace(
+    path='folder', config=config, generation={}, shapes=shapes
+  )
 
 
 def line_of(files, patch):
