@@ -10,12 +10,12 @@ expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by
   one, float64, two patterns; the joint of 4 tokens over 4 letters, 40,000
   texts, is the model's with rejection, chi-square p .84; after 5 calls the keys
   of groups of 2 and 4 layers are those of none, bit by bit (10,752 numbers
-  differed while drafting). SIM 1.57 x for drafting on 4 devices, 8 layers, a
-  mixer as long as an mlp; 1.30 at half as long, 2.47 at four times (the paper:
-  1.62, measured). LEARN, SmolLM2-135M, NOT REPRODUCED, one seed: 20% of the
-  kept drafts are lost (asked: 15%): .49 drafts a call are kept exactly, .40 in
-  groups of 4, greedy, 12 held-out prompts; 26% (.52, .38) with a head that has
-  not learned from groups.
+  differed while drafting). SIM, direction only, 1.57 x for drafting on 4
+  devices, 8 layers, a mixer as long as an mlp; 1.30 at half as long, 2.47 at
+  four times (the paper: 1.62, measured). LEARN, SmolLM2-135M, NOT REPRODUCED,
+  one seed: 20% of the kept drafts are lost (asked: 15%): .49 drafts a call are
+  kept exactly, .40 in groups of 4, greedy, 12 held-out prompts; 26% (.52, .38)
+  with a head that has not learned from groups.
 differs: the draft model is the first 8 of 30 layers with a head that learns
   from exact features and from those of groups (the paper: a smaller model of
   the same family, untrained, on 8 GPUs); groups are of 4 layers all through.
@@ -53,7 +53,7 @@ def claims():
   )  # fmt: skip
   faster = dict(
     check=layer_groups.drafting, layers=8, group=4, ratios=[0.5, 1.0, 2.0, 4.0],
-    at=1.0, send=0.1, at_least=1.5,
+    at=1.0, send=0.1, at_least=1.5, published=dict(at_least=1.62),
   )  # fmt: skip
   kept = dict(
     check=layer_groups.keeps, method=dict(method='easyspec', drafts=4), group=4,

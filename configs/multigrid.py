@@ -10,7 +10,8 @@ expect: EQ 1e-15 of whole rows whose documents end where a row is cut; LEARN, 3
   seeds, bits per byte of whole held-out rows: the cycle 2.731, 0.079 +-0.012
   below whole rows of as many operations (2.810). NOT REPRODUCED: the loss of
   whole rows of as many tokens, 2.705, for 78% of their operations: the cycle
-  is 0.026 +-0.017 above it; CPU 0.72 of the CPU-seconds of whole rows.
+  is 0.026 +-0.017 above it; CPU 0.72 of the CPU-seconds of whole rows,
+  direction only (the paper: 0.22).
 differs: text, not video: of a clip's frames, height and width, all of which the
   paper scales, a row has its length alone, and only attention costs less in a
   shorter one: the paper's training is 4.5 times as fast, with batches of more
@@ -61,7 +62,7 @@ def claims():
     at_most={'cycle': ['constant, fewer steps', 1.01]},
   )
   fewer = dict(
-    check=shapes.seconds, rounds=5, at_most=0.9,
+    check=shapes.seconds, rounds=5, at_most=0.9, published=dict(at_most=0.22),
     families={n: FAMILIES[n] for n in ('cycle', 'constant')},
     steps=16,
   )  # fmt: skip

@@ -9,8 +9,9 @@ cost: 1,500 CPU-seconds
 expect: EQ a wavefront of one token that makes all passes is decoding one by
   one, text and log probabilities within 1e-9, float64; loss, gradients and
   update of drawn passes equal one device within 1e-9 on four meshes. LEARN, 3
-  seeds: 4.5 (4.0 to 5.3) times fewer passes one after the other than one by one
-  needs to be right as often, no right sum lost (asked 3, 1%), sums of 8 digits.
+  seeds, direction only: 4.5 (4.0 to 5.3) times fewer passes one after the other
+  than one by one needs to be right as often, no right sum lost (asked 3, 1%;
+  the paper: 5), sums of 8 digits.
 differs: sums, and models of 3 layers that learned nothing else, where the paper
   samples from a model of 3.5B parameters without training it. One by one is
   compared with as few passes as lose at most 1% of the right sums, not with
@@ -63,6 +64,7 @@ def claims():
     },
     wavefront=dict(width=16, inner=1, headway=4),
     each=[1, 2, 3, 4, 6, 12], bounds=[3.0, 0.01], rows=400, seeds=[0, 1, 2],
+    published=dict(bounds=[5.0, 0.01]),
   )  # fmt: skip
   layouts = experiment.on_layouts(
     *MESHES, EXPLICIT | dict(mesh='data=4,fsdp=2')

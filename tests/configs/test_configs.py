@@ -73,12 +73,16 @@ def test_a_mechanism_without_a_user_is_found(used):
 
 
 def _seeds(path):
-  """Seeds of each claim of the kind LEARN; one where none are named."""
+  """Seeds of each claim of the kind LEARN."""
   claims = papers.claims(command_line.load_module(str(path)), path.name)
-  told = lambda given: (
-    given.get('seeds') or given.get('training', given).get('seeds', [0])
-  )
-  return [len(told(c.parameters)) for c in claims if c.kind == 'LEARN']
+  return [_seeds_of(c) for c in claims if c.kind == 'LEARN']
+
+
+def _seeds_of(claim):
+  """Seeds of a claim; one where none are named."""
+  given = claim.parameters
+  told = given.get('seeds') or given.get('training', given).get('seeds', [0])
+  return len(told)
 
 
 def _claims_too_much(text, seeds):
@@ -119,6 +123,34 @@ def test_what_is_admitted_and_not_told_is_found(tmp_path):
   text = command_line.find_config('skippipe').read_text()
   path.write_text(text.replace('irection', 'istance'))
   assert _untold(path) == ['time of a step, 1/2 left out']
+
+
+def _loose(claim):
+  """Whether a claim can be called reproduced short of the paper's number."""
+  few = claim.kind == 'LEARN' and _seeds_of(claim) < harness.ENOUGH_SEEDS
+  number = re.match(r'\d*\.?\d+', str(claim.paper))
+  if number is None or few or claim.admits:
+    return False
+  wanted, asked = float(number[0]), claim.parameters | claim.published
+  least = [asked[n] for n in ('at_least', 'above') if n in asked]
+  least += asked.get('bounds', [])[:1]
+  most = [asked[n] for n in ('at_most', 'below') if n in asked]
+  short = [x < wanted for x in least] + [x > wanted for x in most]
+  return any(short)
+
+
+@each
+def test_less_than_the_paper_is_not_called_reproduced(path):
+  claims = papers.claims(command_line.load_module(str(path)), path.name)
+  assert not [c.name for c in claims if _loose(c)]
+
+
+@pytest.mark.parametrize('name', ('multigrid', 'recurrent_depth', 'ape'))
+def test_a_bound_that_is_looser_than_the_paper_is_found(name):
+  path = command_line.find_config(name)
+  claims = papers.claims(command_line.load_module(str(path)), path.name)
+  (short,) = (c for c in claims if c.published)
+  assert not _loose(short) and _loose(short._replace(published={}))
 
 
 @each

@@ -279,8 +279,10 @@ def _formula(count, sizes, queries):
   return queries * (contexts + sizes[2]), contexts + queries * sizes[2]
 
 
+# The paper's number is asked for of the same run (papers.Claim.published).
+@functools.lru_cache(maxsize=1)
 def _counted(run, count, sizes, queries):
-  """`_formula`, of what a model of random weights is given."""
+  """`_formula`, of what a model of random weights is given; sizes: a tuple."""
   with jax.enable_x64(True):
     reader, texts = _random(run)
     [prefix], contexts = texts(sizes[0]), texts(*[sizes[1]] * count)
@@ -295,7 +297,7 @@ def _counted(run, count, sizes, queries):
   return plain, reader.read - plain
 
 
-def prefill(run, *, count, small, sizes, queries):
+def prefill(run, *, count, small, sizes, queries, above):
   """SIM: tokens read for queries over the same contexts in other orders.
 
   The formula is that of tokens that a model is given at small sizes.
@@ -303,8 +305,9 @@ def prefill(run, *, count, small, sizes, queries):
   Args:
     count: contexts. small, sizes: as for `one_context`.
     queries: each has an order of its own.
+    above: so many times fewer.
   """
-  found = _counted(run, count, small, queries)
+  found = _counted(run, count, tuple(small), queries)
   wanted = _formula(count, small, queries)
   plain, ours = _formula(count, sizes, queries)
   contexts = sizes[0] + count * sizes[1]
@@ -312,7 +315,7 @@ def prefill(run, *, count, small, sizes, queries):
   whole = pairs(contexts)
   apart = pairs(sizes[0]) + count * pairs(sizes[1], sizes[0])
   return claims.Outcome(
-    'fewer',
+    f'> {above:g} x fewer tokens',
     f'{plain / ours:.1f} x fewer tokens'
     f'{"" if found == wanted else ", NOT as counted"}',
     f'{queries} queries of {sizes[2]} tokens, each with {count} contexts of '
@@ -320,7 +323,7 @@ def prefill(run, *, count, small, sizes, queries):
     f'first, {whole} scores of the contexts against {apart}; contexts of '
     f'{small[1]}: {found[0]} and {found[1]} counted, {wanted[0]} and '
     f'{wanted[1]} by formula',
-    found == wanted and ours < plain and apart < whole,
+    found == wanted and plain > above * ours and apart < whole,
   )
 
 
