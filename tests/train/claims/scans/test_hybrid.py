@@ -116,10 +116,10 @@ def test_what_is_asked_was_bound_once(run):
   assert (other.tokens != held.tokens).any()
 
 
-def recalled(run, models, more, seeds=(0, 1, 2)):
+def recalled(run, models, more, seeds=(0, 1, 2), learned=()):
   return claims_recall.recall(
     run, task=dataclasses.asdict(TASK), models=models,
-    seeds=seeds, more=more, learned={'a': 0.5}, picture='recall.png',
+    seeds=seeds, more=more, learned=dict(learned), picture='recall.png',
     fields={'model.d_model': 32, 'train.steps': 2, 'train.batch_size': 4},
   )  # fmt: skip
 
@@ -144,10 +144,23 @@ def test_recall_trains_measures_and_draws(run, monkeypatch):
   both = {'a': ['F', 1], 'b': ['M', 1]}
   assert recalled(run, both, [['a', 'b', 0.0]]).verdict == 'opposite'
   assert not recalled(run, both, [['a', 'a', 0.0]]).passed
-  found = recalled(run, both, [['b', 'a', 0.7]])
-  assert found.passed and found.verdict == 'direction only'
-  assert 'a below 50%: not learned' in found.caveat
+  found = recalled(run, both, [['b', 'a', 0.7]], learned={'b': 0.5})
+  assert found.passed and found.verdict == 'reproduced'
   assert '; 2 steps of 4 rows' in found.caveat
+
+
+@pytest.mark.parametrize('seeds', ([0], [0, 1, 2]))
+def test_as_good_as_what_has_not_learned_is_nothing(run, monkeypatch, seeds):
+  """Attention that is broken, a hybrid that is hardly better."""
+  shares = {'F': 0.0, 'M': 0.01, 'MF': 0.02}
+  curve = lambda config, *rest: [[2, shares[config.model.pattern]]]
+  monkeypatch.setattr(on_tasks, 'train', curve)
+  models = {'a': ['F', 1], 'm': ['M', 1], 'h': ['MF', 2]}
+  both = [['h', 'm', 0.0], ['h', 'a', -0.02]]
+  assert recalled(run, models, both, seeds).passed
+  found = recalled(run, models, both, seeds, {'a': 0.95})
+  assert not found.passed and found.verdict == 'not reproduced'
+  assert 'a below 95%: not learned' in found.caveat
 
 
 def test_steps_that_differ_are_told(run, monkeypatch):
