@@ -82,7 +82,8 @@ def claims():
 
 
 def knockouts():
-  """Gradients instead; other keys in the log, or in the update."""
+  """Gradients instead; other keys in the log, or in the update; three forward
+  passes."""
   from paraxis.train.claims.outer import directions
 
   sent, _, log, held, cost, learned = (name for name, *_ in claims())
@@ -91,6 +92,6 @@ def knockouts():
     ('gradients', sent, gradients),
     ('key', log, directions.another_key),
     ('kept_gradients', held, gradients),
-    ('one_pass', cost, {'forwards': 1.0}),
+    ('third_pass', cost, directions.third_pass),
     ('another_direction', learned, directions.another_direction),
   ]

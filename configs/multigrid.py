@@ -75,15 +75,14 @@ def claims():
 
 
 def knockouts():
-  """Pieces of every k-th token; whole rows in every step."""
+  """Pieces of every k-th token, or with targets of others; whole rows in every
+  step."""
   from paraxis.train.claims.attention import shapes
 
   equal, _, more, fewer = (name for name, *_ in claims())
-  short = 'constant, fewer steps'
-  rows = dict(better=[[short, short, 0.0]], at_most={})
   both = dict.fromkeys(('cycle', 'constant'), FAMILIES['constant'])
   return [
     ('strided', equal, shapes.strided),
-    ('whole', more, rows),
+    ('other_targets', more, shapes.other_targets, {'seeds': [0]}),
     ('whole_steps', fewer, {'families': both}),
   ]

@@ -1,6 +1,7 @@
 """Every config in configs/: its header, its size, its files, its claims."""
 
 import ast
+import contextlib
 import pathlib
 import re
 
@@ -13,6 +14,7 @@ from paraxis.train.claims import harness
 from paraxis.train.claims import papers
 
 MOST_LINES = 155  # with a knock-out for each claim
+BOUNDS = 'at_least', 'above', 'at_most', 'below'
 CONFIGS = command_line.papers()
 each = pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
 
@@ -132,9 +134,9 @@ def _loose(claim):
   if number is None or few or claim.admits:
     return False
   wanted, asked = float(number[0]), claim.parameters | claim.published
-  least = [asked[n] for n in ('at_least', 'above') if n in asked]
+  least = [asked[n] for n in BOUNDS[:2] if n in asked]
   least += asked.get('bounds', [])[:1]
-  most = [asked[n] for n in ('at_most', 'below') if n in asked]
+  most = [asked[n] for n in BOUNDS[2:] if n in asked]
   short = [x < wanted for x in least] + [x > wanted for x in most]
   return any(short)
 
@@ -151,6 +153,30 @@ def test_a_bound_that_is_looser_than_the_paper_is_found(name):
   claims = papers.claims(command_line.load_module(str(path)), path.name)
   (short,) = (c for c in claims if c.published)
   assert not _loose(short) and _loose(short._replace(published={}))
+
+
+@each
+def test_nothing_is_compared_with_itself(path):
+  """Nor by a knock-out: whatever the code does, the gain is 0."""
+  module = command_line.load_module(str(path))
+  claims = {c.name: c for c in papers.claims(module, path.name)}
+  given = [c.parameters for c in claims.values()]
+  for off in papers.knockouts(module, path.name):
+    given.append(claims[off.claim].parameters | off.change)
+  pairs = [p for g in given for n in ('better', 'more') for p in g.get(n, ())]
+  assert not [(a, b) for a, b, *_ in pairs if a == b]
+
+
+@each
+def test_a_knockout_is_no_other_number_that_is_expected(path):
+  """It would show that the judge compares, whatever the mechanism does."""
+  module = command_line.load_module(str(path))
+  wanted = {'expected', 'forwards', *BOUNDS}
+  assert not [
+    off.name
+    for off in papers.knockouts(module, path.name)
+    if off.off is contextlib.nullcontext and set(off.change) <= wanted
+  ]
 
 
 @each

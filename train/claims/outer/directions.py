@@ -35,6 +35,12 @@ def another_key():
   )
 
 
+def third_pass():
+  """Knock-out: a step reads its rows a third time, where the parameters are."""
+  sides = *zeroth_order.SIGNS, 0.0
+  return knockouts.patched(zeroth_order, 'SIGNS', sides)
+
+
 def scalars(run, *, meshes, numbers):
   """HLO: a step sends so many numbers of 4 bytes, and nothing else.
 

@@ -1,12 +1,16 @@
 """Claims about cut rows fail where a piece is no piece, or costs no less."""
 
 import claim_cases
+import numpy as np
 import pytest
 
 from paraxis.configs.base import command_line
+from paraxis.models import batch as batch_lib
 from paraxis.train import loop
 from paraxis.train.claims import experiment
 from paraxis.train.claims import families
+from paraxis.train.claims import knockouts
+from paraxis.train.claims import papers
 from paraxis.train.claims.attention import shapes
 from paraxis.train.data import shape_cycle
 
@@ -48,6 +52,29 @@ def test_operations_are_those_of_every_shape():
     for f in module.FAMILIES.values()
   )
   assert cycle < 0.8 * constant and abs(fewer / cycle - 1) < 0.01
+
+
+def test_a_cut_row_of_other_targets_is_trained_apart(monkeypatch, tmp_path):
+  """What the knock-out feeds, and where: not among the claim's trainings."""
+  seen, text = {}, np.arange(8)[None]
+  batch = batch_lib.Batch(text, text + 1, *[np.ones((1, 8), int)] * 3, 8)
+
+  def train(run, configs, seeds, folder):
+    targets = [shape_cycle.fold(batch, k).targets.ravel() for k in (1, 2)]
+    seen[run.results.name] = np.concatenate(targets).tolist()
+    return {name: [2.0] * len(seeds) for name in configs}, 0.0
+
+  monkeypatch.setattr(families, 'train', train)
+  module = command_line.load_module('multigrid')
+  claims = {c.name: c for c in papers.claims(module, '')}
+  (off,) = (k for k in papers.knockouts(module, '') if 'targets' in k.name)
+  run, claim = claim_cases.run_of('multigrid', (), tmp_path), claims[off.claim]
+  knockouts.without(run, off, claim)
+  claim.check(run, **claim.parameters)
+  right, other = [1, 2, 3, 4, 5, 6, 7, 8], [5, 6, 7, 8, 1, 2, 3, 4]
+  assert seen == {
+    f'{tmp_path.name}-other_targets': right + other, shapes.SHARED: 2 * right
+  }  # fmt: skip
 
 
 BITS = {'cut': 2.0, 'whole': 2.1, 'long': 2.3}
