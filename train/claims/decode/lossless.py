@@ -4,7 +4,9 @@ Greedy, and with the judge `replay` drawn too, the text is token for token that
 of decoding one by one. With the judge `rejection` its distribution is the same:
 the joint of a few tokens over a small vocabulary is counted and compared, by
 chi-square, with the model's, multiplied out without a cache. A judge that is
-wrong by a little must fail by the same count (the knock-outs here).
+wrong by a little must fail by the same count (the knock-outs here). One that
+changes the distribution (`typical`) is compared with the joint that its rule
+gives, followed call by call.
 
 Models are the config's, with random parameters; random drafts have random
 parameters too: what is lossless does not depend on how good a draft is.
@@ -24,6 +26,7 @@ import scipy.stats
 
 from paraxis.decode import judges
 from paraxis.decode import sampling
+from paraxis.decode import trees
 from paraxis.decode.drafts import copying
 from paraxis.decode.drafts import distill
 from paraxis.decode.drafts import heads
@@ -109,8 +112,9 @@ def joint(method, random_draft='') -> dict:
   )  # fmt: skip
 
 
-def _joint(made, length):
-  """p (V ** length,) of the texts after [1], without a cache."""
+def _read(made, length):
+  """(probabilities (N, T, V), features (N, T, D)) after [1] and all texts of so
+  many tokens, in order, without a cache."""
   model, vocab = made.built.model, made.built.model.config.vocab_size
   every = np.array(list(itertools.product(range(vocab), repeat=length)))
   ids = np.concatenate([np.ones((len(every), 1), int), every], 1)
@@ -118,14 +122,107 @@ def _joint(made, length):
   batch = experiment.rows_of(ids, ones, ones.cumsum(1) - 1)
 
   @jax.jit
-  def logits(params):
-    return model.logits(params, model.features(params, batch)[0])
+  def read(params):
+    x = model.features(params, batch)[0]
+    return jax.nn.softmax(model.logits(params, x).astype(float), -1), x
 
   with build.use(made.built):
-    params = experiment.random_parameters(model)
-    log_p = jax.nn.log_softmax(logits(params)[:, :-1].astype(float), -1)
-  chosen = np.take_along_axis(np.asarray(log_p), every[..., None], 2)
-  return np.exp(chosen[..., 0].sum(1))
+    return jax.device_get(read(experiment.random_parameters(model)))
+
+
+def _joint(made, length):
+  """p (V ** length,) of the texts after [1]."""
+  p = _read(made, length - 1)[0]
+  joint = np.ones(1)
+  for c in range(length):
+    # Of the texts of c tokens, the first row that begins with each.
+    joint = (joint[:, None] * p[:: p.shape[2] ** (length - 1 - c), c]).ravel()
+  return joint
+
+
+def _rank_of_heads(made, path, x_NTD):
+  """(tree, tokens (N, T, K, V) by their rank) of a Medusa draft's file."""
+  own = made.built.model, made.tokenizer.fingerprint
+  about, given = heads.load(path, own[0].config, own[1])
+  h = np.einsum('ntd,kde->ntke', x_NTD, given['weight'][:, 0])
+  h = h + given['bias'][:, 0]
+  h = x_NTD[:, :, None] + h / (1 + np.exp(-h))
+  say = jax.jit(own[0].logits)
+  with build.use(made.built):
+    z = [say(made._params, h[:, :, k]) for k in range(h.shape[2])]
+  return about, np.argsort(-np.stack(z, 2), -1, kind='stable')
+
+
+def _kept(tree, p_of, drafts):
+  """The drafts that typical acceptance keeps (Medusa, arXiv:2401.10774).
+
+  Args:
+    p_of: tokens behind the text -> p (V,). drafts: (depth, rank) -> token.
+  """
+  depths, paths, best = tree.depths(), {-1: ((), 0.0)}, ((), 0.0)
+  for c, parent in enumerate(tree.parents):
+    if parent not in paths:
+      continue
+    path, likely = paths[parent]
+    p, token = p_of(path), drafts(depths[c + 1] - 1, tree.ranks[c])
+    if p[token] > min(0.09, 0.3 * np.exp((p * np.log(p)).sum())):
+      paths[c] = (*path, token), likely + np.log(p[token])
+      best = max(best, paths[c], key=lambda x: (len(x[0]), x[1]))
+  return best[0]
+
+
+def _typical_joint(made, path, width, length):
+  """As `_joint`, where calls keep what `_kept` says of a tree of `width`."""
+  vocab = made.built.model.config.vocab_size
+  deep = length + 1  # a draft is at most three behind the last token
+  p, x = _read(made, deep)
+  about, ranks = _rank_of_heads(made, path, x)
+  tree, joint = trees.grown(about.accuracy, width), np.zeros((vocab,) * length)
+  assert tree.depth <= 3
+  places = vocab ** np.arange(deep)[::-1]
+  row = lambda text: int(np.dot(text, places[: len(text)]))
+  after = lambda text: p[row(text), len(text)]
+
+  def grow(text, weight):
+    if len(text) < length:
+      seen = ranks[row(text), len(text) - 1]  # where the last token was drawn
+      text += _kept(tree, lambda on: after(text + on), lambda *at: seen[at])
+    if len(text) >= length:
+      joint[text[:length]] += weight
+      return
+    for token, share in enumerate(after(text)):
+      grow((*text, token), weight * share)
+
+  for token, share in enumerate(after(())):
+    grow((token,), share)
+  return joint.ravel()
+
+
+def _drawn(made, given, length, samples):
+  """(how often each text of so many tokens is drawn, share of calls saved)."""
+  vocab = made.built.model.config.vocab_size
+  counts, rows = np.zeros(vocab**length), 2000
+  for seed in range(samples // rows):
+    found = made.generate(
+      [[1]] * rows, max_new_tokens=length, temperature=1.0, seed=seed, **given
+    )
+    codes = np.array([r['tokens'] for r in found])
+    codes = codes @ vocab ** np.arange(length)[::-1]
+    counts += np.bincount(codes, minlength=len(counts))
+  return counts, 1 - sum(r['calls'] for r in found) / (rows * (length - 1))
+
+
+def _chi_square(counts, p):
+  """(p of chi-square, the statistic, degrees of freedom); cells are joined
+  until each has `FEW`. What cannot be, and was drawn, is not by chance."""
+  order = np.argsort(p)
+  few = p[order].cumsum() * counts.sum() < FEW
+  group = lambda x: np.append(x[order][~few], x[order][few].sum())
+  seen, expected = group(counts), group(p) * counts.sum()
+  used = expected > 0
+  statistic = ((seen - expected)[used] ** 2 / expected[used]).sum()
+  value = scipy.stats.chi2.sf(statistic, used.sum() - 1)
+  return value * (counts[p == 0].sum() == 0), statistic, used.sum() - 1
 
 
 def same_distribution(
@@ -145,44 +242,41 @@ def same_distribution(
       given['draft'] = str(pathlib.Path(folder, 'draft.npz'))
       _random_draft(made, random_draft, given['draft'])
     p = _joint(made, length)
-    counts, rows = np.zeros(len(p)), 2000
-    for seed in range(samples // rows):
-      found = made.generate(
-        [[1]] * rows, max_new_tokens=length, temperature=1.0, seed=seed, **given
-      )
-      codes = np.array([r['tokens'] for r in found])
-      codes = codes @ letters ** np.arange(length)[::-1]
-      counts += np.bincount(codes, minlength=len(p))
-    kept = 1 - sum(r['calls'] for r in found) / (rows * (length - 1))
-  order = np.argsort(p)
-  few = p[order].cumsum() * counts.sum() < FEW
-  group = lambda x: np.append(x[order][~few], x[order][few].sum())
-  seen, expected = group(counts), group(p) * counts.sum()
-  used = expected > 0
-  statistic = ((seen - expected)[used] ** 2 / expected[used]).sum()
-  value = scipy.stats.chi2.sf(statistic, used.sum() - 1)
+    counts, kept = _drawn(made, given, length, samples)
+  value, statistic, freedom = _chi_square(counts, p)
   return claims.Outcome(
     f'p > {LEAST:g}',
     f'p = {value:.2g}',
-    f'chi-square {statistic:.0f}, {used.sum() - 1} degrees of freedom, of '
+    f'chi-square {statistic:.0f}, {freedom} degrees of freedom, of '
     f'{samples:,} texts of {length} tokens of {letters}; drafts saved '
     f'{kept:.0%} of the calls',
     bool(value > LEAST and kept > 0),
   )
 
 
-def other_distribution(
-  run, *, method, changes, letters, length, samples, random_draft
-):
-  """EQ: as `same_distribution`, of a judge that says it is NOT lossless."""
-  found = same_distribution(
-    run, method=method, changes=changes, letters=letters, length=length,
-    samples=samples, random_draft=random_draft,
-  )  # fmt: skip
-  value = float(found.measured.removeprefix('p = '))
+def typical_distribution(run, *, method, changes, letters, length, samples):
+  """EQ: the joint of typical acceptance is its rule's, and not the model's.
+
+  Of Medusa's heads, with random parameters; the judge says it is NOT lossless.
+
+  Args: as for `same_distribution`.
+  """
+  changes = changes | {'model.vocab_size': letters}
+  with jax.enable_x64(True), tempfile.TemporaryDirectory() as folder:
+    made, path = on_tasks.random(run, changes), f'{folder}/draft.npz'
+    _random_draft(made, 'medusa', path)
+    counts, kept = _drawn(made, {**method, 'draft': path}, length, samples)
+    joint = _typical_joint(made, path, method['drafts'], length)
+    own, statistic, freedom = _chi_square(counts, joint)
+    other = _chi_square(counts, _joint(made, length))[0]
   declared = judges.JUDGES[method['judge']].lossless
-  return found._replace(
-    expected=f'p < {MOST:g}', passed=bool(value < MOST and not declared)
+  return claims.Outcome(
+    f"p > {LEAST:g} of the rule's, < {MOST:g} of the model's",
+    f'p = {own:.2g}, {other:.2g}',
+    f'chi-square {statistic:.0f}, {freedom} degrees of freedom, of '
+    f'{samples:,} texts of {length} tokens of {letters}; drafts saved '
+    f'{kept:.0%} of the calls; {"" if declared else "not "}called lossless',
+    bool(own > LEAST and other < MOST and kept > 0 and not declared),
   )
 
 
@@ -256,6 +350,11 @@ def judged_as_lossless():
   """Knock-out: the judge `typical` says that it is lossless."""
   liar = judges.JUDGES['typical']._replace(lossless=True)
   return knockouts.patched(judges.JUDGES, 'typical', liar)
+
+
+def all_typical():
+  """Knock-out: the judge `typical` finds every draft likely enough."""
+  return knockouts.patched(judges, 'MOST', 0.0)
 
 
 def any_place():

@@ -1,8 +1,11 @@
 """Claims of lossless methods hold, and fail when a judge is wrong."""
 
 import claim_cases
+import numpy as np
 import pytest
 
+from paraxis.decode import judges
+from paraxis.train.claims import knockouts
 from paraxis.train.claims.decode import lossless
 
 SMALL = {
@@ -53,5 +56,26 @@ def test_a_broken_judge_has_another_joint(name):
   assert 'of 20,000 texts of 3 tokens of 4' in right.caveat
 
 
-def test_typical_acceptance_is_not_lossless():
-  claim_cases.falls('medusa', 'says_lossless', SMALL, samples=20_000, length=3)
+@pytest.mark.parametrize('name', ('says_lossless', 'all_typical'))
+def test_typical_acceptance_is_its_rule_and_not_lossless(name):
+  right, wrong = claim_cases.falls('medusa', name, samples=4_000, length=3)
+  found = wrong.measured.removeprefix('p = ').split(', ')
+  rule, model = map(float, found)
+  assert (rule > lossless.LEAST) == (name == 'says_lossless')
+  assert model < lossless.MOST and 'not called lossless' in right.caveat
+
+
+def test_a_typical_judge_with_another_threshold_is_seen():
+  """0.05 in place of 0.09: another joint than the model's as before."""
+  with knockouts.patched(judges, 'MOST', 0.05):
+    found = lossless.typical_distribution(
+      claim_cases.run_of('medusa'), changes={}, letters=4, length=3,
+      samples=4_000, method=dict(method='medusa', drafts=11, judge='typical'),
+    )  # fmt: skip
+  assert not found.passed, found
+
+
+def test_what_cannot_be_drawn_is_not_by_chance():
+  p = np.array([0.5, 0.5, 0.0])
+  assert lossless._chi_square(np.array([500, 500, 0]), p)[0] > 0.9
+  assert lossless._chi_square(np.array([500, 499, 1]), p)[0] == 0
