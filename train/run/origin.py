@@ -31,8 +31,7 @@ OWN = 'own_mixers'  # in meta: the files they are from
 PARAMS, OPTIMIZER = 'params/', 'optimizer/'
 OTHER = dict(ends=[], bos=None, template='')  # of another tokenizer: nothing
 FLAG = '--init_from'
-# Leaves that may have more rows than the origin.
-GROWS = ('embedding', 'head', 'head_bias')
+GROWS = ('embedding', 'head', 'head_bias')  # may have more rows than there
 
 
 def open_(
