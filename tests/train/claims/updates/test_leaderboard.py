@@ -58,9 +58,16 @@ def test_the_work_of_a_step_is_of_its_tokens():
   assert board._work(config, rows) == (128, 3e6)
 
 
-@pytest.mark.parametrize('studies, passed', [('aab', True), ('abc', False)])
+@pytest.mark.parametrize(
+  'studies, ahead, passed',
+  [
+    ('aab', [], True), ('abc', [], False), ('aab', ['b'], False),
+    ('bba', ['b'], False), ('bbc', ['b'], False), ('bbb', ['b'], True),
+    ('bbb', ['b', 'c'], True), ('ccc', ['b'], False),
+  ],
+)  # fmt: skip
 def test_an_order_that_two_studies_share(
-  monkeypatch, tmp_path, studies, passed
+  monkeypatch, tmp_path, studies, ahead, passed
 ):
   """The rule that is soonest: of rules a, b and c, others in other studies."""
 
@@ -74,12 +81,12 @@ def test_an_order_that_two_studies_share(
   run = harness.Run(schema.Config(), tmp_path, lambda line: None)
   found = board.leaderboard(
     run, rules={r: {} for r in 'abc'}, workloads={'w': {}}, trials=1,
-    studies=[0, 1, 2], baseline='a', at=30, agree=2,
+    studies=[0, 1, 2], baseline='a', at=30, agree=2, ahead=ahead,
   )  # fmt: skip
   assert found.passed == passed and (tmp_path / 'profiles.png').exists()
   header, *rows = (tmp_path / 'times.csv').read_text().splitlines()
   assert header == 'workload,rule,steps,tokens,flops' and len(rows) == 3
-  if studies == 'aab':  # a takes 10, 10 and 20 steps
+  if (studies, ahead) == ('aab', []):  # a takes 10, 10 and 20 steps
     assert rows[0] == 'w,a,10,640,5e+07'
 
 
@@ -90,6 +97,6 @@ def test_equal_scores_are_no_order(monkeypatch, tmp_path):
   run = harness.Run(schema.Config(), tmp_path, lambda line: None)
   found = board.leaderboard(
     run, rules=dict(a={}, b={}), workloads={'w': {}}, trials=1,
-    studies=[0, 1, 2], baseline='a', at=10, agree=2,
+    studies=[0, 1, 2], baseline='a', at=10, agree=2, ahead=[],
   )  # fmt: skip
   assert not found.passed
