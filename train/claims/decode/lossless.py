@@ -159,7 +159,8 @@ def _kept(tree, p_of, drafts):
   Args:
     p_of: tokens behind the text -> p (V,). drafts: (depth, rank) -> token.
   """
-  depths, paths, best = tree.depths(), {-1: ((), 0.0)}, ((), 0.0)
+  paths: dict[int, tuple[tuple[int, ...], float]] = {-1: ((), 0.0)}
+  depths, best = tree.depths(), paths[-1]
   for c, parent in enumerate(tree.parents):
     if parent not in paths:
       continue
