@@ -84,11 +84,13 @@ def _require_read(given, method):
   """UserError: fields, of the command line, that a method passes over."""
   from paraxis.decode import methods  # starts jax
 
-  for name, readers in methods.READ_BY.items():
-    if f'decode.{name}' in given and method not in readers:
+  for name in sorted(given):
+    section, _, field = name.partition('.')
+    readers = methods.READ_BY.get(field.split('.')[0])
+    if section == 'decode' and readers and method not in readers:
       raise errors.UserError(
-        f'decode.{name} is read by decode.method={", ".join(readers)}, not '
-        f'{method}: leave it out.'
+        f'{name} is read by decode.method={", ".join(readers)}, not {method}: '
+        'leave it out.'
       )
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from paraxis.configs.base import errors
+from paraxis.configs.base.decode import METHODS
 from paraxis.decode import judges
 from paraxis.decode import proposal
 from paraxis.decode import trees
@@ -46,10 +47,16 @@ FILES = {
   'unmask': 'filter',
 }  # fmt: skip
 OF_LAYERS = 'speculative', 'pearl', 'easyspec'
-# Fields of schema.Decode that other methods pass over.
-READ_BY = {'draft_layers': OF_LAYERS, 'draft_group': ('easyspec',)}
 MASKED = ('unmask',)  # for models of masks alone
 CHANGING = (*MASKED, 'wavefront')  # whose text is not that of one by one
+# Fields of schema.Decode, or sections, that other methods pass over.
+READ_BY = {
+  'drafts': tuple(n for n in METHODS if n not in ('autoregressive', *CHANGING)),
+  'draft_layers': OF_LAYERS,
+  'draft_group': ('easyspec',),
+  'unmask': MASKED,
+  'wavefront': ('wavefront',),
+}
 NEEDED = ('medusa', 'eagle', 'falcon', 'ppd')  # without one there are no drafts
 
 

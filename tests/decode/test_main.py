@@ -354,6 +354,12 @@ def test_damage_falls_back_and_is_reported(run, workdir, tmp_path, whole):
     (['--prompts_file=none.txt'], 'none.txt'),
     (['--prompt=a', '--json', '--stream'], '--stream prints'),
     (['--draft_layers=1'], 'draft_layers is .* easyspec, not autoreg'),
+    (['--drafts=8'], 'decode.drafts is .*, ppd, not autoregressive'),
+    (['--drafts=8', '--method=wavefront'], 'drafts is .*, not wavefront'),
+    (
+      ['--config.decode.unmask.tokens=2'],
+      'decode.unmask.tokens is read by decode.method=unmask, not autoreg',
+    ),
     (
       ['--method=speculative', '--config.decode.draft_group=1'],
       'draft_group is read by decode.method=easyspec, not speculative',
