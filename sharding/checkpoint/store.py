@@ -267,17 +267,18 @@ class Store:
     folder = self._folder(step)
     if self._writer.writes(step):
       self._writer.drain()
-    if folder.exists():
-      if step not in self._writer.bad and step in self.steps():
+    # What one process sees of a shared folder, another may not see yet.
+    if not meeting.agree('a checkpoint begun', not folder.exists()):
+      saved = step not in self._writer.bad and step in self.steps()
+      if not meeting.agree('a damaged checkpoint seen', not saved):
         raise errors.UserError(f'step {step} is already saved in {folder}.')
-      meeting.meet('a damaged checkpoint seen')  # before one renames it
       if self._first:
         aside = tempfile.mkdtemp('', f'damaged-{step}-', self.directory)
         folder.rename(pathlib.Path(aside) / str(step))
         self._say(f'damaged checkpoint {folder} is now in {aside}')
       self._writer.bad.discard(step)
       self._writer.verified.discard(step)
-    meeting.meet('a checkpoint begun')
+      meeting.meet('a damaged checkpoint set aside')
 
   def check(self) -> None:
     """Reports finished writes; never waits. Call every step.
@@ -340,9 +341,21 @@ class Store:
     """
     self.drain()
     meeting.meet('restore')  # process 0 may be deleting an old step
-    manifest = self.read_manifest(step)
-    manifest_lib.compare(manifest['leaves'], like, self._folder(step), under)
-    return self._load(step, manifest, like), manifest['meta']
+    found = self._alike(step, 'manifest read', self.read_manifest)
+    manifest_lib.compare(found['leaves'], like, self._folder(step), under)
+    return self._load(step, found, like), found['meta']
+
+  def _alike(self, step, name, read):
+    """What `read(step)` gives; raises in all processes if it does in one."""
+    found = problem = None
+    try:
+      found = read(step)
+    except (errors.UserError, errors.IntegrityError) as e:
+      problem = e
+    if not meeting.agree(name, problem is None):
+      text = 'its manifest does not read in another process'
+      raise problem or manifest_lib.damaged(self._folder(step), text)
+    return found
 
   def restore_latest_good(
     self,
@@ -361,11 +374,13 @@ class Store:
     """
     self.drain()
     meeting.meet('restore')  # process 0 may be deleting an old step
-    candidates = folders.steps(self.directory)
+    # Of process 0: another may not see the newest of a shared folder yet.
+    found = json.dumps(folders.steps(self.directory))
+    candidates = json.loads(meeting.gather('steps seen', found)[0])
     for step in candidates:
       try:
-        wanted = like(step) if callable(like) else like
-        return step, *self.restore(step, wanted, under)
+        like_ = self._alike(step, 'leaves', like) if callable(like) else like
+        return step, *self.restore(step, like_, under)
       except errors.IntegrityError as e:
         self._say(f'{e} Trying an older one.')
     if not candidates:

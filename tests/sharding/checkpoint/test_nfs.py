@@ -66,3 +66,45 @@ def test_steps_to_go_back_to_are_those_of_process_0(tmp_path, monkeypatch):
     monkeypatch.setattr(meeting, 'gather', gather)
     monkeypatch.setattr(s, '_first', False)
     assert s.before(3) == [1, 2]
+
+
+def test_all_processes_resume_from_one_step(tmp_path, monkeypatch):
+  """Of the steps that process 0 sees, the newest that reads in each."""
+  others = {'steps seen': '[3, 2, 1]'}
+  refused = []
+
+  def gather(name, text, seconds=0):
+    if name in refused:
+      refused.remove(name)
+      return ['0', text]
+    return [others.get(name, text), text]
+
+  with store.Store(tmp_path) as s:
+    for step in (1, 2, 3):
+      s.save(step, state(), AXES, {})
+    s.wait()
+    listed = lambda: s.restore_latest_good(lambda step: state())[0]
+    monkeypatch.setattr(meeting, 'gather', gather)
+    monkeypatch.setattr(store.folders, 'steps', lambda directory: [1])
+    assert listed() == 3
+    for name in ('manifest read', 'leaves', 'checkpoint read'):
+      refused.append(name)
+      assert listed() == 2 and not refused
+
+
+def test_what_another_process_sees_is_set_aside_together(tmp_path, monkeypatch):
+  """A process that does not see a damaged step yet meets those that do."""
+  met = []
+
+  def gather(name, text, seconds=0):
+    met.append(name)
+    return ['0' if name == 'a checkpoint begun' else text, text]
+
+  with store.Store(tmp_path, store.Options(asynchronous=False)) as s:
+    monkeypatch.setattr(meeting, 'gather', gather)
+    monkeypatch.setattr(s, '_first', False)
+    s.save(1, state(), AXES, {})
+  begun = met.index('a checkpoint begun')
+  assert met[begun + 1 : begun + 3] == [
+    'a damaged checkpoint seen', 'a damaged checkpoint set aside',
+  ]  # fmt: skip
