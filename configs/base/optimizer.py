@@ -33,7 +33,9 @@ class Optimizer:
   )
   b1: float = field(0.9, 'decay of first moments', low=0.0, high=0.99999)
   b2: float = field(0.95, 'decay of second moments', low=0.0, high=0.99999)
-  epsilon: float = field(1e-8, 'added to the denominators of moments', low=0.0)
+  epsilon: float = field(
+    1e-8, 'added to the denominators of moments', low=1e-30
+  )
   weight_decay: float = field(
     0.1, 'decoupled weight decay; not of norms and biases', low=0.0
   )

@@ -15,7 +15,7 @@ say it has moved; blocks that are not read keep theirs (MSVR):
     x <- x - rate d,  y_i <- y_i - rate_y h_i,  z_i likewise
 
 alpha = beta = 1 is plain descent along samples. Cost: two evaluations of I B
-samples; a row of five for each of m blocks is kept.
+samples; a row of six for each of m blocks is kept.
 
 Legend: m blocks, I of them read.
 """

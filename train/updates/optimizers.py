@@ -42,7 +42,7 @@ def schedule(config, steps):
     length = max(steps - warmup, 1)
     fall = optax.cosine_decay_schedule(1.0, length, end)
     start = warmup
-  else:  # wsd: warm-up, stable, linear decay (arXiv:2404.06395)
+  else:  # wsd of arXiv:2404.06395: warm-up, stable, decay, here linear
     start = max(steps - config.decay_steps, warmup)
     fall = optax.linear_schedule(1.0, end, max(steps - start, 1))
   return lambda step: jnp.where(
@@ -112,14 +112,16 @@ class Optimizer:
     batch = sum(name in ('layers', 'experts') for name in axes[:2])
     return matrices.Dims(batch, self.model.inputs[path])
 
-  def _group(self, name):
-    """update_rules.Group of a rule's parameters."""
+  def _group(self, name, step):
+    """update_rules.Group of a rule's parameters, at a step or before all."""
     paths, kinds, axes = self.groups[name], self.model.kinds, self.model.axes
     dims = {p: self._dims(p) for p in paths}
     decayed = {p: kinds[p] != 'vector' for p in paths}
+    # A rule's own count passes over steps that were skipped.
+    share = self._share if step is None else lambda _: self._share(step)
     return update_rules.Group(
       self.config,
-      self._share,
+      share,
       dims,
       axes,
       decayed,
@@ -128,9 +130,9 @@ class Optimizer:
       self.model.held,
     )
 
-  def _rule(self, name):
+  def _rule(self, name, step=None):
     """optax.GradientTransformation of a rule's parameters, decay included."""
-    group, rule = self._group(name), update_rules.RULES[name]
+    group, rule = self._group(name, step), update_rules.RULES[name]
     if rule.scaled:
       return rule.make(group)
     decay = optax.add_decayed_weights(self.config.weight_decay, group.decayed)
@@ -142,7 +144,7 @@ class Optimizer:
     out = {}
     for name, paths in self.groups.items():
       of = update_rules.RULES[name].axes
-      found = of(self._group(name), {p: params[p] for p in paths})
+      found = of(self._group(name, None), {p: params[p] for p in paths})
       out |= {f'optimizer/{name}/{leaf}': axes for leaf, axes in found.items()}
     return out
 
@@ -189,12 +191,14 @@ class Optimizer:
     for name, rate in self.rates(step).items():
       rule, paths = update_rules.RULES[name], self.groups[name]
       pick = lambda tree, paths=paths: {p: tree[p] for p in paths}
-      update: Any = self._rule(name).update
+      update: Any = lambda step, *given, name=name: self._rule(
+        name, step
+      ).update(*given)
       if rule.reads != 'element' and not rule.matrix:
         update = _auto_island(update)
       with jax.named_scope(name):
         direction, new_state[name] = update(
-          pick(grads), state[name], pick(params)
+          step, pick(grads), state[name], pick(params)
         )
       for p, d in direction.items():
         scale = 1 if rule.scaled else rate.astype(d.dtype)
@@ -214,11 +218,11 @@ def _auto_island(update):
   Inside, XLA chooses layouts; the results come back as the inputs were.
   """
 
-  def run(grads, state, params):
+  def run(step, grads, state, params):
     if annotate.mode() != 'explicit' or not annotate.sizes():
-      return update(grads, state, params)
+      return update(step, grads, state, params)
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state))
     island: Any = jax.sharding.auto_axes(update, out_sharding=specs)
-    return island(grads, state, params)
+    return island(step, grads, state, params)
 
   return run

@@ -4,7 +4,7 @@ A rule gives a direction d of some parameters from their gradients, and
 optimizers.py applies p <- p - lr(t) (d + weight_decay p). From optax, or ours:
 
     adamw          arXiv:1711.05101    nadamw      Nesterov's moment (Dozat)
-    adafactor      arXiv:1804.04235    lion        arXiv:2302.06675
+    adafactor      adafactor.py        lion        arXiv:2302.06675
     sophia         arXiv:2305.14342    ademamix    arXiv:2409.03137
     schedule_free  arXiv:2405.15682    prodigy     arXiv:2306.06101
     mars           arXiv:2411.10438: Adam of c = g + gamma b1 / (1 - b1)
@@ -12,12 +12,15 @@ optimizers.py applies p <- p - lr(t) (d + weight_decay p). From optax, or ours:
     muon           Newton-Schulz steps on the momentum, sqrt(max(1, N / M))
     scion          arXiv:2502.07529: the same without Nesterov's step, times
                    sqrt(N / M); signs of the average elsewhere. Its constrained
-                   form is weight decay: a radius is 1 / weight_decay
+                   form is weight decay: a radius is 1 / weight_decay, of
+                   matrices and embeddings (norms and biases do not decay)
     soap           soap.py       kron        kron.py
 
 Two are not the paper's: sophia's diagonal of the Hessian, tokens times the
 squared gradient of a step (algorithm 2), is of the true labels, not of labels
-that the model draws, and of the clipped gradient; mars takes the
+that the model draws, and of the clipped gradient, is read one step later (the
+first step is all signs), and its momentum is corrected for its start, both as
+optax has them; mars takes the
 gradient of the last batch, not of this one at the last parameters (the paper's
 approximate form). Sophia's tokens are those of whole rows: where only n of them
 have loss (data.loss_on, padding), its diagonal is tokens / n times too large.
@@ -29,18 +32,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from optax import contrib
 
 from paraxis.sharding import annotate
 from paraxis.sharding import rules as rules_lib
+from paraxis.train.updates import adafactor
 from paraxis.train.updates import kron
 from paraxis.train.updates import matrices
 from paraxis.train.updates import soap
 
 EVERY = ('matrix', 'embedding', 'vector')
-FACTORED = 128  # adafactor: shorter dimensions are not factored
 
 
 class Group(NamedTuple):
@@ -155,7 +157,7 @@ def _adafactor(group):
   sized = lambda x, p, axes: (
     x / jnp.maximum(1, _rms(x, axes)) * jnp.maximum(_rms(p, axes), 1e-3)
   )
-  rule = optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED)
+  rule = adafactor.scale_by_factored(group.dims)
 
   def init(params):
     state: Any = rule.init(params)
@@ -348,17 +350,13 @@ def _of_kron(group, params):
 
 
 def _factors(group, params):
-  """Of the two longest dimensions of an array, v_row lacks the longest, v_col
-  the other; what is not there is one number."""
-  out, axes = {}, group.axes
+  """Axes of moments; what is not there is one number."""
+  out = {}
   for p, x in params.items():
-    one, other = (None,), (None,)
-    if len(x.shape) > 1:
-      second, longest = np.argsort(x.shape)[-2:]
-      if x.shape[second] >= FACTORED:
-        without = lambda d, p=p: (*axes[p][:d], *axes[p][d + 1 :])
-        one, other = without(longest), without(second)
-        out[f'v/{p}'] = (None,)
+    one = other = (None,)
+    if sides := adafactor.kept(group.dims[p], x.shape):
+      one, other = (tuple(group.axes[p][d] for d in side) for side in sides)
+      out[f'v/{p}'] = (None,)
     out |= {f'v_row/{p}': one, f'v_col/{p}': other}
   return out
 

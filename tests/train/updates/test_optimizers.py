@@ -3,6 +3,7 @@
 That a mesh changes no update: certify/test_invariance.py.
 """
 
+import dataclasses
 import types
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.models import depth
+from paraxis.train.updates import adafactor
+from paraxis.train.updates import matrices
 from paraxis.train.updates import optimizers
 
 # path: (shape, axes, kind, number of input axes after the layers)
@@ -302,3 +305,66 @@ def test_prodigy_before_its_first_gradient(rate):
   grads['embedding'] = grads['embedding'].at[0, 0].set(np.inf)
   params, _ = update(grads, optimizer.init(given), given, jnp.int32(0))
   assert np.isnan(params['embedding']).any()  # negative: that does show
+
+
+def test_moments_are_of_rows_and_columns_of_each_matrix(monkeypatch):
+  """Whichever dimensions are the longest: of heads, of experts, of layers."""
+  monkeypatch.setattr(adafactor, 'FACTORED', 2)
+  optimizer = optimizers.Optimizer(_settings(name='adafactor'), STEPS, MODEL)
+  state = _run(optimizer)[1]['adafactor'][0][0]
+  shape = lambda p: (state.v_row[p].shape, state.v_col[p].shape)
+  assert shape('layers/attention/query') == ((2, 16), (2, 4, 6))
+  assert shape('layers/moe/down') == ((2, 3, 12), (2, 3, 16))
+  assert shape('embedding') == ((8,), (16,))
+  assert shape('norm/scale') == ((1,), (1,))
+  axes = optimizer.axes(_arrays(0))
+  of = lambda name, p: axes[f'optimizer/adafactor/{name}/{p}']
+  assert of('v_col', 'layers/attention/query') == (
+    'layers', 'heads', 'head_dim',
+  )  # fmt: skip
+  assert of('v_row', 'layers/moe/down') == ('layers', 'experts', 'mlp')
+  assert not adafactor.kept(matrices.Dims(1, 0), (200, 300))  # norms of layers
+
+
+@pytest.mark.parametrize('name', ['prodigy', 'schedule_free'])
+def test_skipped_steps_do_not_delay_a_schedule(name):
+  """At a run's last step, the first that is not skipped."""
+  start = jax.tree.map(jnp.asarray, _arrays(0))
+  grads = jax.tree.map(jnp.asarray, _arrays(1))
+
+  def moved(step, **changes):
+    c = _settings(name=name, weight_decay=0.0, **changes)
+    optimizer = optimizers.Optimizer(c, STEPS, MODEL)
+    state = optimizer.init(start)
+    return optimizer.update(grads, state, start, jnp.int32(step))[0][
+      'norm/scale'
+    ]
+
+  p, last = start['norm/scale'], STEPS - 1
+  if name == 'prodigy':  # a cosine ends at a rate of 0
+    fields = dict(final_fraction=0.0, warmup_steps=0)
+    np.testing.assert_array_equal(moved(last, **fields), p)
+  else:
+    fields = dict(schedule='constant')
+    late = moved(last, **fields, warmup_steps=STEPS)
+    np.testing.assert_allclose(late, moved(0, **fields, warmup_steps=1))
+  assert np.abs(moved(0, **fields) - p).max() > 0
+
+
+@pytest.mark.parametrize(
+  'name', ['adamw', 'nadamw', 'sophia', 'ademamix', 'mars', 'schedule_free']
+)
+def test_what_has_no_gradient_does_not_become_nan(name):
+  """At the least epsilon there is; 0 would divide 0 by itself."""
+  least = dataclasses.fields(schema.Optimizer)
+  (least,) = [f.metadata['low'] for f in least if f.name == 'epsilon']
+  optimizer = optimizers.Optimizer(
+    _settings(name=name, epsilon=least, weight_decay=0.0), STEPS, MODEL
+  )
+  start = jax.tree.map(jnp.asarray, _arrays(0))
+  grads = jax.tree.map(jnp.zeros_like, start)
+  params, _ = optimizer.update(
+    grads, optimizer.init(start), start, jnp.int32(0)
+  )
+  for p, x in params.items():
+    np.testing.assert_allclose(x, start[p], rtol=1e-6, err_msg=p)

@@ -11,6 +11,7 @@ import pytest
 from paraxis.configs import schema
 from paraxis.configs.base import optimizer as fields
 from paraxis.train import program as program_lib
+from paraxis.train.updates import adafactor
 from paraxis.train.updates import matrices
 from paraxis.train.updates import optimizers
 from paraxis.train.updates import soap
@@ -133,21 +134,20 @@ def _mars(c, path, p, grads):
 
 
 def _adafactor(c, path, p, grads):
-  """Factored over the two longest dimensions, each matrix (slice) apart."""
-  v = np.zeros_like(p)
-  row = col = None
+  """Factored over rows and columns of each matrix; vectors are not."""
+  v, row, col = np.zeros_like(p), None, None
   for t, g in enumerate(grads, 1):
-    beta = 1 - t**-0.8
-    s = g * g + 1e-30
+    beta, s = 1 - t**-0.8, g * g + 1e-30
     if p.ndim == 1:
       v = beta * v + (1 - beta) * s
       u = g / np.sqrt(v)
     else:
-      second, first = np.argsort(p.shape)[-2:]
-      r, q = s.mean(first, keepdims=True), s.mean(second, keepdims=True)
+      s = _matrices(path, s)
+      r, q = s.mean(2, keepdims=True), s.mean(1, keepdims=True)
       row = (1 - beta) * r + (0 if row is None else beta * row)
       col = (1 - beta) * q + (0 if col is None else beta * col)
-      u = g / np.sqrt(row * col / row.mean(second, keepdims=True))
+      v = row * col / row.mean(1, keepdims=True)
+      u = g / np.sqrt(v.reshape(g.shape))
     u = u.copy()
     scaled = zip(_sized(path, u), _sized(path, p), strict=True)
     for one, own in scaled:
@@ -268,7 +268,7 @@ def found(request):
 @pytest.fixture(autouse=True)
 def factored(monkeypatch):
   """Dimensions this small are factored, too."""
-  monkeypatch.setattr(update_rules, 'FACTORED', 2)
+  monkeypatch.setattr(adafactor, 'FACTORED', 2)
 
 
 CASES = [
