@@ -4,7 +4,8 @@ Blocks are read in order and tokenized by several processes, each into a piece
 of its own in `building-NAME` beside the cache. A killed build resumes from the
 pieces that are there and match their checksums. At the end they are joined, in
 order, into a folder that is renamed into its place: a reader never sees half a
-cache. One process builds at a time; others wait for it.
+cache. One process builds at a time, which holds a lock file beside that folder;
+others wait for it.
 
 Which documents are held out is decided at the end (train/data/corpus.py), from
 a hash and a size of each.
@@ -37,6 +38,7 @@ from paraxis.train.data import token_worker
 
 FORMAT = 1  # of the files in the folder
 BUILDING = 'building-'
+LOCK = '.lock'  # ends the name of the file beside a building- folder
 _WORKERS = 16  # at most, by default
 _EVERY = (1.0, 30.0)  # seconds between progress lines: terminal, else
 
@@ -91,10 +93,12 @@ def build(folder, sources, tokenizer, options, meta, workers, say):
         raise errors.UserError(
           f'data.path={meta["path"]!r}: 0 documents in {len(sources)} files.'
         )
-      if folder.exists():
-        # Away by renaming: a reader that has the files open keeps them.
-        os.rename(folder, work / 'damaged')
-      os.rename(whole, folder)
+      # Where there are no locks, another may have been faster: runs read it.
+      if problem(folder, meta['fingerprint']):
+        if folder.exists():
+          # Away by renaming: a reader that has the files open keeps them.
+          os.rename(folder, work / 'damaged')
+        os.rename(whole, folder)
     except token_worker.Ended:
       raise
     except Exception:
@@ -106,11 +110,11 @@ def build(folder, sources, tokenizer, options, meta, workers, say):
 @contextlib.contextmanager
 def _alone(work, say):
   """The folder of a build, which no other process works in."""
-  said = False
+  said, lock = False, work.with_name(work.name + LOCK)
   while True:
     try:
       work.mkdir(parents=True, exist_ok=True)
-      opened = os.open(work, os.O_RDONLY)
+      opened = _opened(lock)
     except (FileExistsError, FileNotFoundError):
       if work.is_file() or work.is_symlink():
         raise
@@ -124,28 +128,51 @@ def _alone(work, say):
       fcntl.flock(opened, fcntl.LOCK_EX)
     except OSError:  # a file system without locks: builders do not share
       os.close(opened)
+      lock.unlink(missing_ok=True)
+      with contextlib.suppress(OSError):
+        work.rmdir()
       # No process number: the first of every container is 1.
       work = work.with_name(f'{work.name}-{secrets.token_hex(8)}')
       work.mkdir()
       yield work
       return
-    with contextlib.suppress(FileNotFoundError):
-      if os.path.samestat(os.fstat(opened), os.stat(work)):
-        break
+    if _is_there(opened, lock) and work.is_dir():
+      break
     os.close(opened)  # it was removed by who had it
   try:
     yield work
   finally:
+    lock.unlink(missing_ok=True)
     os.close(opened)
+
+
+def _opened(lock):
+  """Descriptor of a lock file: NFS locks files for all hosts, no folders."""
+  flags = os.O_RDWR | os.O_CREAT
+  return plain_files.open_descriptor(lock, flags, follow=False)
+
+
+def _is_there(opened, lock):
+  """Whether the name is still that of the open file."""
+  with contextlib.suppress(FileNotFoundError):
+    return os.path.samestat(os.fstat(opened), os.stat(lock))
+  return False
 
 
 def remove(work):
   """Removes what a killed build left, unless it is at work."""
+  lock = work.with_name(work.name + LOCK)
   with contextlib.suppress(OSError):
-    opened = os.open(work, os.O_RDONLY)
+    opened = _opened(lock)
     try:
       fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      shutil.rmtree(work, ignore_errors=True)
+      if _is_there(opened, lock):
+        shutil.rmtree(work, ignore_errors=True)
+        lock.unlink()
+    except BlockingIOError:
+      pass  # it is at work
+    except OSError:
+      lock.unlink()  # a file system without locks
     finally:
       os.close(opened)
 

@@ -273,8 +273,9 @@ def _others(root, stem, folder):
   found = [p for p in named if p != folder and (p / 'meta.json').is_file()]
   # Pieces of a killed build of other text are of no more use.
   for path in root.glob(f'{glob.escape(begins[1])}*'):
-    if path.name.removeprefix(cache_build.BUILDING) != folder.name:
-      cache_build.remove(path)
+    work = path.with_name(path.name.removesuffix(cache_build.LOCK))
+    if work.name.removeprefix(cache_build.BUILDING) != folder.name:
+      cache_build.remove(work)
   return found
 
 

@@ -5,7 +5,9 @@ The reference encodes every row of a source in order, in one list.
 
 import errno
 import json
+import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -165,7 +167,8 @@ def killed(text, cache, pieces_done):
 
 def test_a_killed_build_goes_on(text, tmp_path, monkeypatch):
   killed(text, tmp_path / 'cache', 6)
-  [work] = (tmp_path / 'cache').iterdir()
+  work, lock = sorted((tmp_path / 'cache').iterdir())
+  assert lock.name == f'{work.name}.lock' and lock.is_file()
   assert len(list(work.glob('*.json'))) == 5
   # One piece is damaged since; one index too.
   (work / '000001.tokens').write_bytes(b'no')
@@ -242,6 +245,53 @@ def test_builders_without_locks_share_nothing(tmp_path, monkeypatch):
   alone = lambda: cache_build._alone(tmp_path / 'building-x', print)
   with alone() as one, alone() as two:
     assert one != two and one.is_dir() and two.is_dir()
+
+
+def test_what_is_locked_is_a_file(text, tmp_path, monkeypatch):
+  """NFS locks no folder for other hosts."""
+  killed(text, tmp_path / 'cache', 3)
+  locked, flock = [], cache_build.fcntl.flock
+
+  def noted(opened, flags):
+    locked.append(stat.S_ISREG(os.fstat(opened).st_mode))
+    flock(opened, flags)
+
+  monkeypatch.setattr(cache_build.fcntl, 'flock', noted)
+  (text / 'c.txt').write_text('more')
+  made = build(text, tmp_path / 'cache')
+  # What the killed build left is removed, and this one's lock too.
+  assert len(locked) > 1 and all(locked)
+  assert list((tmp_path / 'cache').iterdir()) == [made.folder]
+
+
+def test_a_lock_alone_is_removed(text, tmp_path):
+  made = build(text, tmp_path / 'cache')
+  work = cache_build.BUILDING + made.folder.name[:-16] + 16 * '0'
+  lock = tmp_path / 'cache' / f'{work}.lock'
+  lock.touch()
+  (text / 'c.txt').write_text('more')
+  build(text, tmp_path / 'cache')
+  assert not lock.exists()
+
+
+def test_a_good_cache_of_another_builder_stays(text, tmp_path, monkeypatch):
+  """Where there are no locks: a run may have it mapped."""
+
+  def refused(*_):
+    raise OSError(errno.ENOLCK, 'no locks')
+
+  join, first = cache_build._join, []
+
+  def overtaken(*given):
+    monkeypatch.setattr(cache_build, '_join', join)
+    first.append(build(text, tmp_path / 'cache').folder.stat().st_ino)
+    return join(*given)
+
+  monkeypatch.setattr(cache_build.fcntl, 'flock', refused)
+  monkeypatch.setattr(cache_build, '_join', overtaken)
+  made = build(text, tmp_path / 'cache')
+  assert first == [made.folder.stat().st_ino]
+  assert list((tmp_path / 'cache').iterdir()) == [made.folder]
 
 
 def test_progress_is_one_line(capsys, monkeypatch):
