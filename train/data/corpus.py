@@ -220,7 +220,6 @@ def source_files(path) -> list[rows_lib.Source]:
     matched = sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
     root = pathlib.Path(*parts[:fixed])
     found = [file for match in matched for file in folders.sources(match)]
-    found = list(dict.fromkeys(found))
   elif root.is_dir():
     found = folders.sources(root)
   else:
@@ -238,9 +237,22 @@ def source_files(path) -> list[rows_lib.Source]:
     raise errors.UserError(
       f'data.path={str(path)!r}: 0 sources of text in {root}, of {FORMATS}.'
     )
+  found = _once(found, root)
   for file in found:
     _check_file(file)
   return _named(found, root)
+
+
+def _once(found, root):
+  """One name of each file below `root`, that of no link where there is one."""
+  whole, names = os.path.realpath(root), {}
+  for file in found:
+    real = os.path.realpath(file)
+    if os.path.join(whole, file.relative_to(root)) == real:
+      names[real] = file
+    names.setdefault(real, file)
+  kept = {*names.values()}
+  return [file for file in dict.fromkeys(found) if file in kept]
 
 
 def _check_file(file):

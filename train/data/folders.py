@@ -11,7 +11,8 @@ from paraxis.train.data import tables
 # In a cache, or in the folder of its build, where data.cache_dir is below the
 # text (train/data/token_cache.py names both).
 _OF_CACHES = re.compile(
-  r'-[0-9a-f]{8}-[0-9a-f]{16}(-\d+)?(/whole|/damaged)?/(tokens|loss)\.bin$'
+  r'-[0-9a-f]{8}-[0-9a-f]{16}(-\d+|-[0-9a-f]{16})?(/whole|/damaged)?'
+  r'/(tokens|loss)\.bin$'
 )
 
 

@@ -137,8 +137,8 @@ def tokens(config, tokenizer, say=log.warning):
       f'{tokenizer.vocab_size}.'
     )
   data = config.data
-  sources = corpus.sources(data)
   try:
+    sources = corpus.sources(data)
     _check_ids(sources, data.tokenizer)
     options = _options(data, tokenizer, sources)
     print_ = _fingerprint(sources, tokenizer, data, options)

@@ -15,6 +15,7 @@ from paraxis.configs import schema
 from paraxis.models.text import tokenizer
 from paraxis.train.data import cache_build
 from paraxis.train.data import corpus
+from paraxis.train.data import readers
 from paraxis.train.data import token_cache
 
 
@@ -352,6 +353,53 @@ def test_linked_folders_are_read_once(tmp_path):
   assert [(str(s.file.relative_to(text)), s.domain) for s in found] == [
     ('b/c/x.txt', 'b'), ('web/in/x.txt', 'web'),
   ]  # fmt: skip
+
+
+def test_linked_files_are_read_once(tmp_path):
+  """By the name that is no link, whichever stands first."""
+  text = tmp_path / 'text'
+  (text / 'b').mkdir(parents=True)
+  for name in ('b/x.txt', 'c.txt'):
+    (text / name).write_text(name)
+  (text / 'a.txt').symlink_to(text / 'c.txt')
+  (text / 'd.txt').symlink_to(text / 'b' / 'x.txt')
+  (text / 'a').symlink_to(text / 'b')
+  (tmp_path / 'again').symlink_to(text)  # nor is the root a link's
+  for path in (text, text / '*', text / '**', tmp_path / 'again' / '*'):
+    found = corpus.source_files(str(path))
+    assert [s.file.name for s in found] == ['x.txt', 'c.txt']
+    assert [s.domain for s in found] == ['b', 'c']
+  # Of links alone the first.
+  (tmp_path / 'links').mkdir()
+  for name in ('y.txt', 'x.txt'):
+    (tmp_path / 'links' / name).symlink_to(text / 'c.txt')
+  [one] = corpus.source_files(tmp_path / 'links')
+  assert one.file.name == 'x.txt'
+
+
+@pytest.mark.parametrize(
+  'inner', ['', '-31', '-0123456789abcdef', '-0123456789abcdef/whole']
+)
+def test_what_builds_leave_is_no_text(tmp_path, inner):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(3))
+  work = tmp_path / f'building-x-{"1" * 8}-{"2" * 16}{inner}'
+  work.mkdir(parents=True)
+  (work / 'tokens.bin').write_bytes(b'ab')
+  work.with_name(work.name + cache_build.LOCK).touch()
+  found = corpus.source_files(str(tmp_path))
+  assert [s.file.name for s in found] == ['a.jsonl']
+
+
+def test_an_unreadable_file_without_suffix_is_an_error(tmp_path, monkeypatch):
+  path = tmp_path / 'text8'
+  path.write_text('a')
+
+  def closed(file, *_):
+    raise PermissionError(13, 'Permission denied', str(file))
+
+  monkeypatch.setattr(readers, 'open', closed, raising=False)
+  with support.refused('data.path', 'text8 cannot be read: Permission denied'):
+    build(path, tmp_path / 'cache')
 
 
 def test_a_file_named_as_one_of_caches_is_read(tmp_path):
