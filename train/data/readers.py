@@ -41,6 +41,8 @@ LONG_LINE = 1 << 16  # characters; a longer line of text is cut
 PACKED = ('.gz', '.zst')
 _TEXT_DOCUMENT = 8192  # characters; text is cut at the next blank line
 _SNIFFED = 1 << 16  # bytes
+# The end of a name, of a shard; older ones of Hugging Face have a hash behind.
+_SHARD = r'[-_.]\d{5}-of-\d{5}(-[0-9a-f]{16})?$'
 _PIECE = 8192  # characters of a piece of a long line
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ def stem(path) -> str:
   name = pathlib.Path(path).name
   for end in PACKED:
     name = name.removesuffix(end)
-  return re.sub(r'[-_.]\d{5}-of-\d{5}$', '', pathlib.Path(name).stem)
+  return re.sub(_SHARD, '', pathlib.Path(name).stem)
 
 
 def read(source, options=rows.PLAIN, say=log.warning):

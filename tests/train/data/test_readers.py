@@ -167,6 +167,19 @@ def test_shards_are_one_domain_and_names_may_say_the_split(tmp_path):
   ])  # fmt: skip
 
 
+@pytest.mark.parametrize('hash_', ['', '-a09b74b3ef9c3b56'])
+def test_shards_of_the_hub_have_a_split(tmp_path, hash_):
+  """Their names had a hash behind the number until 2023."""
+  for split in ('train', 'validation'):
+    for n in range(2):
+      (tmp_path / f'{split}-{n:05d}-of-00002{hash_}.parquet').touch()
+  found = corpus.source_files(tmp_path)
+  assert [s.split for s in found] == ['train'] * 2 + ['held'] * 2
+  assert {s.domain for s in found} == {tmp_path.name}
+  one = tmp_path / f'web.00000-of-00001{hash_}.jsonl.zst'
+  assert readers.stem(one) == 'web'
+
+
 def test_globs(tmp_path, monkeypatch):
   for name in ('a/x.txt', 'a/y.md', 'b/c/x.txt', 'b/z.jsonl', 'b/z.csv'):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
