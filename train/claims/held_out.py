@@ -87,7 +87,9 @@ def _compared(config, evaluation):
   """`against_gzip`, which reads the text again."""
   config = corpus.with_places(config)
   sources = corpus.source_files(config.data.path)
-  if any(readers.is_chat(s) or readers.kind(s.file) == 'bin' for s in sources):
+  key = config.data.text_key
+  chat = any(readers.is_chat(s, key) for s in sources)
+  if chat or any(readers.kind(s.file) == 'bin' for s in sources):
     return 'gzip -9: not compared, the data are conversations or tokens'
   if evaluation.n_bytes > COMPARED_BYTES:
     return (

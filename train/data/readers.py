@@ -177,8 +177,9 @@ def _jsonl_blocks(source, options, say):
       first += len(lines)
 
 
-def is_chat(source) -> bool:
-  """Whether the first line of a .jsonl that is not blank is a conversation."""
+def is_chat(source, text_key) -> bool:
+  """Whether the first line of a .jsonl that is not blank is a conversation:
+  has messages and no text."""
   if source.file.is_dir() or kind(source.file) != 'jsonl':
     return False
   file, raw = open_bytes(source.file)
@@ -189,7 +190,11 @@ def is_chat(source) -> bool:
       ValueError, StopIteration, EOFError, OSError, zlib.error, RecursionError,
     ):  # fmt: skip
       return False  # reading it says what is wrong
-    return isinstance(row, dict) and 'messages' in row
+    return _is_talk(row, text_key)
+
+
+def _is_talk(row, text_key):
+  return isinstance(row, dict) and 'messages' in row and text_key not in row
 
 
 def _of_line(line, where, number, options):
@@ -200,7 +205,7 @@ def _of_line(line, where, number, options):
     raise errors.UserError(f'{where}: not JSON: {error}.') from error
   except RecursionError as error:
     raise errors.UserError(f'{where}: nested too deeply.') from error
-  if isinstance(row, dict) and 'messages' in row and text_key not in row:
+  if _is_talk(row, text_key):
     if not options.template:
       raise errors.UserError(
         f'{where}: has "messages", the first line of the file has not: keep '

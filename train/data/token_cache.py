@@ -198,11 +198,12 @@ def _options(data, tokenizer, sources):
   except errors.UserError:
     end = -1
   plain = rows.Options(data.text_key, end)
-  if not any(map(readers.is_chat, sources)):
+  if not any(readers.is_chat(s, data.text_key) for s in sources):
     if data.loss_on != 'all':
       raise errors.UserError(
         f'data.loss_on={data.loss_on!r} is for conversations, .jsonl with '
-        f'"messages" in its first line: {data.sources or data.path!r} has none.'
+        f'"messages" and no "{data.text_key}" in its first line: '
+        f'{data.sources or data.path!r} has none.'
       )
     return plain
   try:

@@ -363,6 +363,14 @@ def test_what_is_missing(tmp_path, monkeypatch):
     build(text, tmp_path)
   with support.refused('text.jsonl:2: has "messages", the first line'):
     build(text, tmp_path, loss_on='all')
+  # Its text is what is read of a row that has both.
+  text.write_text(json.dumps({'messages': TALK, 'text': 'a'}) + '\n')
+  with support.refused('"messages" and no "text" in its first line'):
+    build(text, tmp_path)
+  _, _, both = build(text, tmp_path, loss_on='all')
+  assert both.tokens.tolist() == [258, *b'a', 257]
+  with support.refused("tokenizer 'bytes' has none beside it"):
+    build(text, tmp_path, text_key='body')
   templates._compiled.cache_clear()
   monkeypatch.setitem(sys.modules, 'jinja2', None)
   with support.refused("pip install 'paraxis[chat]'"):
