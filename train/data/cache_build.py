@@ -72,7 +72,8 @@ def build(folder, sources, tokenizer, options, meta, workers, say):
     folder: of the cache.
     sources: [rows.Source], non-empty.
     tokenizer, options: what decides the pieces.
-    meta: dict of fingerprint, path (for messages), held_out_fraction, groups.
+    meta: dict of fingerprint, path (for messages), held_out_fraction, groups,
+      states (files.states of the sources before the fingerprint was taken).
     workers: config.data.workers.
     say: called with one line.
 
@@ -93,6 +94,7 @@ def build(folder, sources, tokenizer, options, meta, workers, say):
         raise errors.UserError(
           f'data.path={meta["path"]!r}: 0 documents in {len(sources)} files.'
         )
+      files.check_same(meta['states'])
       # Where there are no locks, another may have been faster: runs read it.
       if problem(folder, meta['fingerprint']):
         if folder.exists():

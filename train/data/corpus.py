@@ -69,10 +69,8 @@ class Document(NamedTuple):
 def fingerprint(source) -> str:
   """Hexadecimal sha256 of what decides the rows of a rows_lib.Source."""
   if source.file.is_dir():
-    state = [source.file / tables.STATE, *tables.dataset_files(source.file)]
-    return hashlib.sha256(
-      '|'.join(map(files.sha256, state)).encode()
-    ).hexdigest()
+    each = map(files.sha256, tables.files_of(source.file))
+    return hashlib.sha256('|'.join(each).encode()).hexdigest()
   if source.file.suffix not in ('.txt', '.md'):
     # An id that is null is none; it was once read as 'None'.
     content = files.sha256(source.file)

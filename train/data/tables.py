@@ -72,6 +72,13 @@ def dataset_files(folder) -> list[pathlib.Path]:
   return [folder / name for name in names]
 
 
+def files_of(path) -> list[pathlib.Path]:
+  """All files that decide the rows of a file or datasets folder."""
+  if not path.is_dir():
+    return [path]
+  return [path / STATE, *dataset_files(path)]
+
+
 def _arrow_batches(arrow, folder, text_key):
   before = 0
   for file in dataset_files(folder):

@@ -30,8 +30,10 @@ from paraxis.configs.base import errors
 from paraxis.train.data import cache_build
 from paraxis.train.data import chat
 from paraxis.train.data import corpus
+from paraxis.train.data import files
 from paraxis.train.data import readers
 from paraxis.train.data import rows
+from paraxis.train.data import tables
 
 _ARRAYS = ('starts', 'domain_ids', 'n_bytes', 'held')
 log = logging.getLogger(__name__)
@@ -127,7 +129,8 @@ def tokens(config, tokenizer, say=log.warning):
 
   Raises:
     UserError: as `corpus.documents`; a tokenizer larger than the model's
-      vocabulary; a cache folder that cannot be written.
+      vocabulary; text that changes meanwhile; a cache folder that cannot be
+      written.
   """
   own = tokenizer.name != 'ids'
   if own and tokenizer.vocab_size > config.model.vocab_size:
@@ -139,6 +142,7 @@ def tokens(config, tokenizer, say=log.warning):
   data = config.data
   try:
     sources = corpus.sources(data)
+    before = files.states(f for s in sources for f in tables.files_of(s.file))
     _check_ids(sources, data.tokenizer)
     options = _options(data, tokenizer, sources)
     print_ = _fingerprint(sources, tokenizer, data, options)
@@ -161,6 +165,7 @@ def tokens(config, tokenizer, say=log.warning):
     path=path,
     held_out_fraction=data.held_out_fraction,
     groups=list(corpus.weights(data)),
+    states=before,
   )
   try:
     cache_build.build(
@@ -231,7 +236,8 @@ def _place(data, tokenizer, print_):
   key = hashlib.sha256(f'{where}|{tokenizer.name}'.encode()).hexdigest()[:8]
   own = os.path.expanduser(data.cache_dir)
   root = pathlib.Path(own or cache.root() / 'tokens')
-  stem = f'{name}-{key}'
+  # A name has 255 bytes at most, with all that is put around this one.
+  stem = f'{name.encode()[:100].decode(errors="ignore")}-{key}'
   return root / f'{stem}-{print_[:16]}', stem
 
 

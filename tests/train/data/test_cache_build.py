@@ -128,6 +128,35 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     build(path, tmp_path / 'cache')
 
 
+@pytest.mark.parametrize('end', ['grows', 'goes'])
+def test_text_may_not_change_while_it_is_read(text, tmp_path, monkeypatch, end):
+  tokenize, file = cache_build._tokenize, text / 'a.jsonl'
+
+  def late(*given):
+    if end == 'grows':
+      with open(file, 'a') as opened:
+        opened.write('{"text": "late"}\n')
+    count = tokenize(*given)
+    if end == 'goes':
+      file.unlink()
+    return count
+
+  monkeypatch.setattr(cache_build, '_tokenize', late)
+  with support.refused('a.jsonl changed while it was read (', 'start again'):
+    build(text, tmp_path / 'cache')
+  assert not list((tmp_path / 'cache').iterdir())
+
+
+@pytest.mark.parametrize('letter', ['é', 'a'])
+def test_a_long_name_has_a_cache(tmp_path, letter):
+  name = letter * (248 // len(letter.encode()))
+  path = tmp_path / f'{name}.jsonl'
+  path.write_text('{"text": "something"}\n' * 9)
+  made = build(path, tmp_path / 'cache')
+  assert made.folder.name.startswith(name[:50])
+  assert made.domains == (name,)
+
+
 @pytest.mark.parametrize('workers', [1, 2])
 def test_an_error_names_its_line_and_leaves_nothing(text, tmp_path, workers):
   with open(text / 'a.jsonl', 'a') as file:
