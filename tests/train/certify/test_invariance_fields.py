@@ -41,6 +41,22 @@ def test_equals_one_device(name, mesh):
   assert len(rows) == 3 and all(row.passed for row in rows), rows
 
 
+@pytest.mark.parametrize(
+  'name, schedule', [('phi', 'one_f_one_b'), ('olmo', 'zero_bubble')]
+)
+def test_ends_whole_on_every_stage(name, schedule):
+  """A vocabulary that tensor divides, and stages do not."""
+  config = schema.with_values(
+    config_of(name, 'stages', vocab_size=34),
+    {
+      'mesh.rules': 'fsdp_tensor vocab=tensor',
+      'pipeline.schedule': schedule,
+    },
+  )
+  rows = support.certify(config)
+  assert len(rows) == 3 and all(row.passed for row in rows), rows
+
+
 @pytest.mark.parametrize('loss', ['logits', 'chunked'])
 def test_forms_of_the_loss(loss):
   rows = support.certify(config_of('neox', 'context', loss=loss))
