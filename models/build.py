@@ -101,6 +101,13 @@ def _check_activations(mesh, rules, sizes, apart):
     f'mesh.rules={mesh.rules!r}: length is over {" and ".join(length)}; '
     'attention crosses one mesh axis, context.',
   )
+  layers = over('layers')
+  model_checks.need(
+    layers == (('stage',) if sizes['stage'] > 1 else ()),
+    f'mesh.rules={mesh.rules!r}: layers are over '
+    f'{" and ".join(layers) or "no axis"}; stages alone share them out, and do '
+    f'(mesh.stage={sizes["stage"]}): take layers=stage.',
+  )
   scattered = residual[len(length) :]
   apart = apart or bool(over('twins'))
   manual = "mesh.collectives='explicit'"
@@ -225,7 +232,10 @@ def _layout(config, rules, sizes, schedule):
     context_order.permutation(order, plan.n, length)  # it divides, or an error
   for kind in sorted(letters):
     layer.MIXERS[kind].check_context(model, length // plan.n)
-  across = scan.ScanPlan(mesh.context_scan, axis)
+  # Replicas that step alone, too, end a Newton scan together, by one number: on
+  # CPU a message within one waits for all devices.
+  together = tuple(a for a, n in sizes.items() if n > 1)
+  across = scan.ScanPlan(mesh.context_scan, axis, together)
   return parameter.Layout(rings, plan, placement, across, experts)
 
 
@@ -280,6 +290,11 @@ def _automatic(config, sizes):
     not config.model.features,
     f'mesh.rules=auto traces rows of tokens, and model.features='
     f'{config.model.features} reads frames, too: name the rules.',
+  )
+  model_checks.need(
+    not config.model.stream_copies,
+    f'mesh.rules=auto traces rows as they stand, and model.streams='
+    f'{config.model.streams} reads copies of them: name the rules.',
   )
   shapes, axes, found = program_axes_of(config.model)
   table = auto_rules.table(shapes, axes, sizes['tensor'], found)

@@ -176,6 +176,9 @@ EXPLICIT = dict(collectives='explicit')
      ["mesh.collectives='explicit'", 'fsdp']),
     # Sequence shards scatter what heads and mlp sum.
     ('data=4,tensor=2', 'fsdp_tensor heads= kv_heads=', {}, ['mesh.sequence']),
+    # Layers, which no axis but stage shares out.
+    ('data=2,fsdp=4', 'fsdp layers=data', {},
+     ['layers are over data', 'mesh.stage=1']),
     # Context.
     ('context=8', 'data', dict(context_inner=2), ['mesh.context_inner=2']),
     ('context=8', 'data', dict(context_form='usp', context_inner=3),
@@ -233,6 +236,9 @@ def test_the_command_line_mesh_replaces_the_whole_section():
      dict(mesh=dict(collective_matmul='all')),
      ["mesh.collective_matmul='all'", 'zero_bubble']),
     ('stage=2,data=4', {}, dict(vocab_size=31), ["'vocab' has size 31"]),
+    ('stage=2,data=4', {}, dict(rules='fsdp_tensor layers='),
+     ['layers are over no axis', 'mesh.stage=2']),
+    ('stage=2,data=4', {}, dict(rules='replicated'), ['over no axis']),
     ('stage=2,data=4', dict(skip_fraction=0.5), {},
      ['pipeline.skip_fraction=0.5', "pipeline.schedule='one_f_one_b'"]),
     ('stage=2,data=4', dict(activations='store'),
@@ -296,3 +302,11 @@ def test_automatic_rules_refuse_before_anything_is_compiled():
     build.build(
       config('auto', dict(data=2, tensor=4), num_heads=6, num_kv_heads=6)
     )
+
+
+def test_automatic_rules_read_no_copies_of_a_row():
+  given = config(
+    'auto', dict(data=2, tensor=4), num_kv_heads=8, wiring='streams', streams=2
+  )
+  with support.refused('mesh.rules=auto', 'model.streams=2', 'name the rules'):
+    build.build(given)

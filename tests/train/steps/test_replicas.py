@@ -17,6 +17,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
 from paraxis.train import program
 from paraxis.train import step as step_lib
+from paraxis.train.certify import check
 from paraxis.train.certify import inputs
 from paraxis.train.certify import trial
 from paraxis.train.steps import outer
@@ -162,6 +163,14 @@ def crossing(runner, state, batch):
 def test_no_message_of_a_step_crosses_replicas(stepped, mesh):
   runner, _, batches, rows = stepped(mesh)
   assert not crossing(runner, rows[-1][0], batches[0])
+
+
+def test_replicas_end_a_newton_scan_together():
+  """By a number an iteration, and nothing else crosses them."""
+  newton = {'model.pattern': 'R', 'model.recurrent.heads': 4}
+  sent = check.check(config_of('replica=2,context=2', newton)).messages
+  across = {c.what for c in sent if 'replica' in c.axes}
+  assert across == {'f64[] -> f64[]'}
 
 
 def test_without_an_outer_loop_messages_cross_replicas():

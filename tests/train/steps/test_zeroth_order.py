@@ -21,6 +21,7 @@ from paraxis.train import loop
 from paraxis.train import loss as loss_lib
 from paraxis.train import program
 from paraxis.train import step as step_lib
+from paraxis.train.certify import check
 from paraxis.train.certify import inputs
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
@@ -147,6 +148,14 @@ def test_a_layout_equals_one_device(name):
   checked = 'loss', 'gradients', 'update', 'layout', 'steps'
   found = support.certify(config_of(mesh, **changes), True, checked)
   assert all(v.word == 'PASS' for v in found), [v.line() for v in found]
+
+
+@pytest.mark.usefixtures('float64')
+def test_both_sides_end_a_newton_scan_together():
+  newton = dict(model__pattern='R', model__recurrent__heads=4)
+  sent = check.check(config_of('replica=2,context=2', **newton)).messages
+  loops = [c.axes for c in sent if c.what == 'f64[] -> f64[]' and c.count > 1]
+  assert loops and all('replica' in axes for axes in loops)
 
 
 def test_the_slope_is_an_estimate_of_the_gradient(float64):
