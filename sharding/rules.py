@@ -172,6 +172,11 @@ def preset(text: str) -> Rules:
         f'mesh.rules={text!r}: replicas are the places of mesh.replica; leave '
         'them out.'
       )
+    if logical == 'head_dim' and axes:
+      raise errors.UserError(
+        f'mesh.rules={text!r}: scores sum over the width of a head, which '
+        f'{change} would cut; shard heads, and leave head_dim out.'
+      )
     table[logical] = tuple(filter(None, axes.split('+')))
     for axis in table[logical]:
       if axis not in mesh_lib.AXES:

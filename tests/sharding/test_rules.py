@@ -125,6 +125,7 @@ def test_the_example_of_a_change_can_be_used():
      ["'tensr' is not a mesh axis", 'context', "mean 'tensor'?"]),
     ('fsdp_tensor mlp', ["'mlp' names no mesh axis", 'or mlp= to']),
     ('fsdp_tensor vocab=tensor,fsdp', ["'tensor,fsdp' is not a mesh axis"]),
+    ('fsdp_tensor heads= head_dim=tensor', ['scores sum', 'shard heads']),
   ],
 )  # fmt: skip
 def test_a_change_that_names_no_axis(text, words):
