@@ -38,6 +38,7 @@ from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.run import header
 from paraxis.train.steps import outer
+from paraxis.train.steps import zeroth_order
 
 SHOWN = 6  # saved arrays in the text; the JSON has them all
 CLASSES = ('parameters', 'gradients', 'optimizer', 'activations')
@@ -163,6 +164,8 @@ def problems(config, mesh_text=''):
 
   def failing(sizes):
     rules = rules_lib.of(config.mesh, sizes, kv_heads)
+    change = zeroth_order.layout(config, sizes)
+    rules = change(rules) if change else rules
     for (name, size), where in dimensions.items():
       shards = math.prod(sizes[a] for a in rules.axes(name))
       if size % shards:

@@ -133,6 +133,15 @@ def test_microbatches_are_those_of_the_mesh_that_is_asked_for():
   assert rows == [8, 4, 2]
 
 
+def test_both_sides_of_a_direction_read_the_same_rows():
+  """Over replica x data they would not divide."""
+  config = _config({'train.estimator': 'zeroth_order', 'train.batch_size': 8})
+  assert check.problems(config, 'replica=2,data=8') == ([], {})
+  found, fits = check.problems(config, 'replica=2,data=16')
+  assert [p.mesh for p in found] == [{'data': 16}]
+  assert fits == {'data': [4, 8]}
+
+
 def test_fewer_kv_heads_than_shards_are_possible():
   report = check.check(_config(name='llama_70b'), 'data=64,tensor=64')
   assert 'kv_heads' not in [name for name, *_ in report.sharded]
