@@ -51,9 +51,18 @@ def lines(built, config):
   ]
 
 
+def copies(config):
+  """Rows that go through layers, and through them alone, for each row."""
+  if config.train.objective == 'block':
+    return 2
+  return max(config.model.stream_copies, 1)
+
+
 def _inputs(config, schedule):
   """Bytes of an input of all chunks in flight on a device."""
   shards = math.prod(map(annotate.shards, ('batch', 'residual_length')))
   tokens = config.microbatch_rows * config.data.sequence_length // shards
+  arrays = 2 if config.model.wiring == 'ladder' else 1  # of wiring.py's carry
+  tokens *= copies(config) * arrays
   size = tokens * config.model.d_model * jnp.dtype(config.model.dtype).itemsize
   return (schedule_tables.tables(schedule).inputs + 1) * size

@@ -20,7 +20,8 @@ while it runs: it is added to its peak.
 
 N: parameters of matrices and of the head; pairs: of a query and a key that the
 mask admits, one document to a row. A core's passes that no gradients flow
-through (model.recurrence.gradients) count once, not 3 times.
+through (model.recurrence.gradients) count once, not 3 times. Without gradients
+(train.estimator) a step is two forward passes.
 """
 
 import dataclasses
@@ -234,6 +235,8 @@ def device_bytes(tree):
 def model_flops(config, built):
   """Floating-point operations of a step by the model's formula (see top)."""
   forward, backward = (_row_flops(config, built, x) for x in (False, True))
+  if config.train.estimator != 'backprop':  # steps/zeroth_order.py
+    return config.train.batch_size * 2 * forward
   return config.train.batch_size * (forward + 2 * backward)
 
 
@@ -242,9 +245,7 @@ def _row_flops(config, built, learned):
   model, length = config.model, config.data.sequence_length
   stack = built.model.stack
   head = 'embedding' if model.tied_embedding else 'head'
-  # Copies of a row, and rows in pairs, go through the layers alone.
-  pairs = config.train.objective == 'block'
-  copies = 2 if pairs else max(model.stream_copies, 1)
+  copies = pipeline_report.copies(config)
   weights = 0
   for path, size in built.model.sizes(built.params).items():
     axes = built.model.axes[path]

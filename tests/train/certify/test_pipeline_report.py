@@ -9,7 +9,9 @@ from paraxis.train import program as job_lib
 from paraxis.train.certify import pipeline_report
 
 
-def report(mesh='stage=2,data=2,tensor=2', remat='full', **pipeline):
+def report(
+  mesh='stage=2,data=2,tensor=2', remat='full', changes=(), **pipeline
+):
   config = schema.view(
     dict(
       model=dict(num_layers=8, d_model=1024, num_heads=8, vocab_size=64),
@@ -18,6 +20,7 @@ def report(mesh='stage=2,data=2,tensor=2', remat='full', **pipeline):
       pipeline=dict(microbatches=4) | pipeline,
     )
   )
+  config = schema.with_values(config, dict(changes))
   job = job_lib.of_shapes(config, mesh, jax.devices())
   with job.context():
     return pipeline_report.lines(job.built, job.config), job
@@ -34,6 +37,23 @@ def test_layers_run_twice():
   size = slots * 4 * 2 * 4096 // 2 * 1024 * 4
   assert len(lines) == 3 and 'activations=store' in lines[1]
   assert f' {size / 2**30:.3f} GiB' in lines[2] and size >= 2**28
+
+
+@pytest.mark.parametrize(
+  'changes, copies',
+  [
+    ({'model.wiring': 'streams', 'model.streams': 8}, 8),
+    ({'model.wiring': 'ladder'}, 2),
+    ({'train.objective': 'block', 'model.visibility': 'block',
+      'model.block': 4, 'model.mask_id': 63}, 2),
+  ],
+  ids=['streams', 'ladder', 'pairs'],
+)  # fmt: skip
+def test_inputs_are_all_that_layers_carry(changes, copies):
+  lines, job = report(changes=changes)
+  slots = schedule_tables.tables(job.built.schedule).inputs + 1
+  size = copies * slots * 4 * 2 * 4096 // 2 * 1024 * 4
+  assert f' {size / 2**30:.3f} GiB' in lines[2]
 
 
 @pytest.mark.parametrize(

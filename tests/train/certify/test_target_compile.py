@@ -109,6 +109,13 @@ def test_recomputing_costs_a_forward_pass():
   assert full.total > model
 
 
+def test_a_step_without_a_gradient_is_two_forward_passes():
+  _, model = counted(tiny())
+  found, twice = counted(tiny({'train.estimator': 'zeroth_order'}))
+  assert twice == 2 * model / 3
+  assert twice <= found.total <= 1.1 * twice
+
+
 def test_windows_and_a_tied_head():
   _, full = counted(tiny())
   _, windows = counted(tiny({'model.pattern': 'W', 'model.window': 64}))
