@@ -43,6 +43,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.scans import affine as affine_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
 
@@ -165,7 +166,8 @@ def newton_scan(cell, params, x, reset_BT, state_BMD, valid_BT=None, **options):
       f'newton_scan: the cell makes {out.shape} of a state {state.shape}; they '
       f'must be equal'
     )
-  solved: Any = _newton(cell, options, params, x, state, marks)
+  arrays = varying.same((params, x, state, marks))
+  solved: Any = _newton(cell, options, *arrays)
   h, info = solved
   if options.unsolved == 'error' and not isinstance(h, core.Tracer):
     check_solved(info, options)

@@ -214,6 +214,28 @@ def test_bfloat16_is_solved_in_float32():
   assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype('bfloat16')}
 
 
+def test_a_manual_region_with_checked_types():
+  """Devices have rows of their own, and share the parameters and the state."""
+  cell, (params, x, state), marks = problem('gru', 0.5)
+  arrays = params, x, state[:1]
+
+  @jax.jit
+  def both(arrays, marks):
+    def run(params, x, state):
+      state = jnp.broadcast_to(state, (len(x['u']), *state.shape[1:]))
+      return solve(cell, marks, TIGHT, params, x, state)[0]
+
+    h, back = jax.vjp(run, *arrays)
+    return h, back(h)
+
+  rows, every = jax.P('data'), jax.P()
+  specs = every, rows, every
+  with jax.set_mesh(jax.make_mesh((2,), ('data',), devices=jax.devices()[:2])):
+    local = jax.shard_map(both, in_specs=(specs, rows), out_specs=(rows, specs))
+    found = local(*jax.device_put((arrays, marks), (specs, rows)))
+  assert max(far(found, both(arrays, marks))) < 1e-10
+
+
 def test_what_does_not_fit_is_an_error():
   cell, (params, x, state), marks = problem('gru', 0.5)
   run = lambda state=state, reset=marks[0], **options: newton_scan.newton_scan(
