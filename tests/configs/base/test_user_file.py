@@ -1,5 +1,6 @@
 """What is wrong in a user's config is said with its line, and what is meant."""
 
+import os
 import subprocess
 import sys
 
@@ -64,6 +65,16 @@ def test_a_line_that_is_not_the_only_one_is_not_named(tmp_path):
   path.write_text('steps = 1\n' + MINE.format('config.train.steps = 0'))
   with support.refused('mine.py: train.steps=0'):
     command_line.load(str(path))
+
+
+def test_an_edited_file_is_read_anew(tmp_path, monkeypatch):
+  """Within its second, and of the same size: a .pyc would count as its own."""
+  monkeypatch.setattr(sys, 'dont_write_bytecode', False)
+  path = tmp_path / 'mine.py'
+  for steps in (3, 4):
+    path.write_text(MINE.format(f'config.train.steps = {steps}'))
+    os.utime(path, (10**9, 10**9))
+    assert command_line.load(str(path)).train.steps == steps
 
 
 def test_lines_of_ours_are_not_the_users():
