@@ -18,6 +18,7 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import plain_files
 from paraxis.decode import methods
 from paraxis.decode import program
 from paraxis.decode import proposal
@@ -123,8 +124,9 @@ class Generator:
     """One array per layer; what every use casts is cast once, here."""
     return weights.prepare(self._model, params, self.config)
 
-  def _read_draft(self, path):
+  def _read_draft(self, path, stamp):
     """(heads.About or None, its arrays on the mesh) of decode.draft."""
+    del stamp  # of the key alone: a draft may be trained anew
     if not path:
       return None, ()
     about, arrays = heads.load(
@@ -227,7 +229,7 @@ class Generator:
     sampled: form and values of sampling.check, whether calls are recorded.
     """
     form, values, trace = sampled
-    about, own = self._draft(config.draft)
+    about, own = self._draft(config.draft, plain_files.stamp(config.draft))
     method = self._method(methods.Choice.of(config), about)
     params = proposal.Params(self._params, own)
     static = program.Static(form, config.judge, trace)
@@ -297,7 +299,7 @@ class Generator:
 
   def _serve_chunks(self, ids, rows, config, sampled, hooks):
     """`_serve` of one token a call, with prompts in chunks beside them."""
-    about, _ = self._draft(config.draft)
+    about, _ = self._draft(config.draft, plain_files.stamp(config.draft))
     self._method(methods.Choice.of(config), about)  # refuses as `_programs`
     form, values, _ = sampled
     slots, _ = self._fit(ids, config)

@@ -36,6 +36,15 @@ def check(path, follow=True):
     pass
 
 
+def stamp(path) -> tuple[int, ...]:
+  """Changes when a file does, for keys of caches; (): there is none."""
+  try:
+    found = os.stat(path)
+  except OSError:
+    return ()
+  return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 def open_descriptor(path, flags=os.O_RDONLY, follow=True) -> int:
   """os.open of a regular file, which never waits; OSError: it is none.
 

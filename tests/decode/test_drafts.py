@@ -207,6 +207,21 @@ def test_calls_are_those_of_a_plain_loop(method, tmp_path):
   assert several  # else nothing was compared
 
 
+def test_a_draft_that_is_trained_anew_is_read_anew(tmp_path):
+  """In the same place, by a generator that has read the one before."""
+  made, (about, own) = module_cases.generator('F'), draft_of('medusa')
+  other = {name: np.roll(x, 1, -1) for name, x in own.items()}
+  path, found = str(tmp_path / 'draft.npz'), []
+  for arrays in (own, other, own):
+    heads.save(path, about, arrays)
+    rows = made.generate(
+      PROMPTS, max_new_tokens=NEW, temperature=0.0, method='medusa', drafts=12,
+      draft=path,
+    )  # fmt: skip
+    found.append([row['lengths'] for row in rows])
+  assert found[0] != found[1] and found[0] == found[2]
+
+
 def test_no_slots_are_read_behind_those_of_a_row(monkeypatch):
   """Where drafts are fed one by one past the end of a full row."""
   ragged, read = slots.decode_attention.ragged, []
