@@ -61,7 +61,6 @@ FREE = (
 SHOWN = 4  # differences that a refusal names
 
 
-@functools.lru_cache(maxsize=8)
 def _text(path: str, sources_of='') -> str:
   """sha256 of the text of data.path or data.sources: domains and contents."""
   read = corpus.sources(schema.Data(path=path, sources=sources_of))

@@ -42,10 +42,15 @@ def trained(run) -> evaluate.Evaluation:
 def baselines(config, xz=True) -> baselines_lib.Baselines:
   """Of the config's held-out text; xz takes seconds a megabyte."""
   data = config.data
-  return _baselines(data.path, data.held_out_fraction, xz, data.text_key)
+  texts = [(s, corpus.fingerprint(s)) for s in corpus.source_files(data.path)]
+  given = data.path, data.held_out_fraction, xz, data.text_key
+  return _baselines(tuple(texts), *given)
 
 
-_baselines = functools.lru_cache(maxsize=2)(baselines_lib.text_baselines)
+@functools.lru_cache(maxsize=2)
+def _baselines(texts, *given):
+  del texts  # of the key alone: a text may be written anew
+  return baselines_lib.text_baselines(*given)
 
 
 def domain_table(evaluation, base):

@@ -384,7 +384,6 @@ def test_the_text_of_every_source_is_in_the_key(run, tmp_path):
   before = ablation.key(config)
   names[1].write_text('b.txt says something else. ' * 9)
   template.write_text('other')
-  ablation._text.cache_clear()
   assert ablation.differences(before, ablation.key(config)) == [
     'data.chat_template changed', 'the text of data.path changed'
   ]  # fmt: skip

@@ -103,6 +103,16 @@ def test_a_text_that_went_away_is_no_error_of_a_run(tmp_path, monkeypatch):
   assert text.startswith('gzip -9: not compared, ') and 'a.txt' in text
 
 
+def test_a_text_that_is_written_anew_is_compressed_anew(tmp_path):
+  path, found = tmp_path / 'a.jsonl', []
+  config = schema.with_value(schema.Config(), 'data.path', str(path))
+  for first in (1, 10**9, 1):
+    lines = (f'{{"text": "{i * i}"}}\n' for i in range(first, first + 99))
+    path.write_text(''.join(lines))
+    found.append(held_out.baselines(config, xz=False))
+  assert found[0].n_bytes < found[1].n_bytes and found[0][:2] == found[2][:2]
+
+
 def test_training_happens_once_under_a_key(run, monkeypatch):
   """A second claim takes what lies there, other code does not."""
   result, ran, said = evaluate.Evaluation(2.3, {'song': 2.3}, 10), [], []
