@@ -6,10 +6,12 @@ test. The file itself is kept with the outputs of a whole run
 (notebooks/keep_outputs.py), as a code host shows it.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
 import re
+import runpy
 from typing import Any
 
 from nbclient import exceptions
@@ -136,6 +138,23 @@ def test_the_badge_opens_the_notebook():
     assert badge == (f'github/{said[1]}/{file}' if said else '')
   readme = (ROOT / 'README.md').read_text()
   assert said or 'colab.research.google.com/github/OWNER/NAME' in readme
+
+
+def test_the_first_cell_installs_what_is_not_installed(monkeypatch, tmp_path):
+  """Also beside a clone named paraxis, which can be imported from there."""
+  code = lambda name: [c for c in read(name).cells if c.cell_type == 'code']
+  (text,) = {code(name)[0].source for name in NAMES}
+  file, found = tmp_path / 'cell.py', []
+  file.write_text(text.replace('%pip install -q {SOURCE}', 'found.append(1)'))
+  runpy.run_path(str(file), dict(found=found))
+  assert not found
+
+  def version(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+  monkeypatch.setattr(importlib.metadata, 'version', version)
+  runpy.run_path(str(file), dict(found=found))
+  assert found
 
 
 @pytest.fixture
