@@ -10,13 +10,18 @@ letter may stand in model.pattern, and every command knows it.
 
 No checkpoint is ever a source of code. Its manifest keeps the name of the file
 and a sha256 of its bytes; whoever resumes, decodes or evaluates the run names
-the file with --config=, and executes it by that.
+the file with --config=, and executes it by that. A class of a notebook's cell
+has no file: there the sha256 is of what its code was compiled to.
 """
 
+import dis
+import functools
+import hashlib
 import inspect
 import keyword
 import re
 import sys
+import types
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import extra
@@ -27,6 +32,10 @@ from paraxis.models import layer
 from paraxis.models.mixers import protocol
 
 _REQUIRED = ('__call__', 'init_state', 'mixing_flops')
+_CODE = types.FunctionType, type
+_LOADS = 'LOAD_GLOBAL', 'LOAD_NAME'
+_PLAIN = bool, int, float, complex, str, bytes, type(None), type(...)
+_PLACE = '__firstlineno__', '__static_attributes__'  # where a class stands
 _PARTS = ('mlp', 'moe', 'wide_moe')  # what a layer holds beside its mixer
 
 
@@ -87,7 +96,61 @@ def _files(file, cls):
 
 
 def _sha256(file, cls):
-  return user_file.sha256(*_files(file, cls))
+  if found := _files(file, cls):
+    return user_file.sha256(*found)
+  return hashlib.sha256(_text(cls, set()).encode()).hexdigest()
+
+
+def _text(x, seen, names=None):
+  """What an object does, in text that is the same in every process.
+
+  Of functions and classes without a file all that they consist of and refer to;
+  other objects count by their name, or that of their type.
+
+  Args:
+    seen: ids of the functions and classes that have been told.
+    names: {name: object} of the globals of code.
+  """
+  every = lambda *xs: f'({", ".join(_text(y, seen, names) for y in xs)})'
+  if isinstance(x, _PLAIN):
+    return repr(x)
+  if isinstance(x, (tuple, list)):
+    return every(*x)
+  if isinstance(x, dict):
+    return every(*x.items())
+  if isinstance(x, (set, frozenset)):
+    return str(sorted(map(every, x)))
+  if isinstance(x, property):
+    return every(x.fget, x.fset, x.fdel)
+  if isinstance(x, functools.cached_property):
+    return every(x.func)
+  if isinstance(x, functools.partial):
+    return every(x.func, x.args, x.keywords)
+  if isinstance(x, types.CodeType):
+    code = x.co_code, x.co_exceptiontable, x.co_names, x.co_varnames
+    used = {i.argval for i in dis.get_instructions(x) if i.opname in _LOADS}
+    used = {name: names[name] for name in sorted(used & names.keys())}
+    return every(*code, x.co_freevars, x.co_consts, used)
+  while not isinstance(x, _CODE) and hasattr(x, '__wrapped__'):
+    x = x.__wrapped__  # of a static method, a jitted function
+  if not isinstance(x, _CODE):
+    return str(getattr(x, '__name__', type(x).__qualname__))
+  if _has_file(x) or id(x) in seen:
+    return f'{x.__module__}.{x.__qualname__}'
+  seen.add(id(x))
+  if isinstance(x, type):
+    parts = [item for item in vars(x).items() if item[0] not in _PLACE]
+    return every(x.__bases__, parts)
+  names = x.__globals__
+  inner = [cell.cell_contents for cell in x.__closure__ or ()]
+  return every(x.__code__, x.__defaults__, x.__kwdefaults__, inner)
+
+
+def _has_file(x):
+  """Whether the module of a function or class is not that of a notebook."""
+  module = x.__module__
+  found = getattr(sys.modules.get(module), '__file__', None)
+  return bool(found) or module in sys.builtin_module_names
 
 
 def _check(letter, cls, section, shrink, file):
@@ -184,8 +247,8 @@ def require(saved, where, say=None):
     if now.sha256 == then:
       continue
     text = (
-      f'{where}: its mixer {letter} is from {file} of sha256 {then[:12]}, and '
-      f'{now.file} has {now.sha256[:12]}'
+      f'{where}: its mixer {letter} is from {file or "no file"} of sha256 '
+      f'{then[:12]}, and {now.file or "the one here"} has {now.sha256[:12]}'
     )
     if say is None:
       raise errors.UserError(

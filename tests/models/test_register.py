@@ -1,6 +1,9 @@
 """A mixer of a user's own file: one call, and every command knows it."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -170,6 +173,71 @@ def test_a_checkpoint_asks_for_the_file_and_compares_it(own_file):
   file.write_text(file.read_text() + '# a change\n')
   command_line.load(str(file))
   assert register.described('Q-F') != described
+
+
+CELL = """
+import functools
+
+__name__ = 'cell'
+from paraxis.models import register
+from paraxis.models.mixers import protocol
+
+
+def half(x, by=2):
+  return x / by if by in {'a', 'b', 'c', 2} else x
+
+
+class Good(protocol.Mixer):
+  name, capabilities, scale = 'good', protocol.RECURRENT, 3.0
+
+  def __call__(self, x, see, state=None):
+    turn = lambda y: self.turned(y) + self.last
+    return half(turn(x)), state, super().other
+
+  @staticmethod
+  def turned(y):
+    return -y
+
+  @property
+  def first(self):
+    return 1
+
+  @functools.cached_property
+  def last(self):
+    return self.first
+
+  init_state = mixing_flops = lambda *given: Good
+
+
+register.mixer('Q', Good)
+print(register.described('Q')['Q']['sha256'])
+"""
+
+
+def test_a_class_of_a_cell_is_known_by_its_code(own_file):
+  """Without a file; whatever the order of sets, and where in the cell it is."""
+
+  def sha256(old='', new=''):
+    assert old in CELL
+    exec(CELL.replace(old, new, 1) if old else CELL, {})  # noqa: S102
+    return register.described('Q')['Q']['sha256']
+
+  first = sha256()
+  assert sha256('def half', '\n\nLINES = 3\ndef half') == first
+  done = subprocess.run(
+    [sys.executable, '-c', CELL], env=os.environ | dict(PYTHONHASHSEED='1'),
+    capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  assert done.stdout.split() == [first]
+  changes = [
+    ('x / by', 'x * by'), ('by=2', 'by=3'), ("'c'", "'d'"), ('-y', '+y'),
+    ('return 1', 'return 2'), ('3.0', '4.0'), ('+ self', '- self'),
+    ('self.first', 'self.turned'), ('state=None', 'state=0'),
+  ]  # fmt: skip
+  found = {sha256(*change) for change in changes}
+  assert len(found) == len(changes) and first not in found
+  with support.refused('its mixer Q is from no file of sha256', 'as it was'):
+    register.require(dict(Q=dict(file='', sha256=first)), 'RUN')
 
 
 def test_answers_are_those_of_the_protocol():

@@ -74,10 +74,10 @@ def _template(path: str) -> str:
 
 
 def _own(pattern: str) -> dict:
-  """{file of a user's mixer in a pattern: sha256 of what it does}."""
+  """{file of a user's mixer in a pattern, or its name: sha256 of its code}."""
   letters, _ = mixers.of_pattern(pattern)
-  own = (mixers.OWN[letter] for letter in letters if letter in mixers.OWN)
-  return {origin.file: origin.sha256 for origin in own}
+  own = {letter: mixers.OWN.get(letter) for letter in letters}
+  return {o.file or f'mixer {n}': o.sha256 for n, o in own.items() if o}
 
 
 def key(config: schema.Config, mechanism=(), task=None) -> dict:

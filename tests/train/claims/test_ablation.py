@@ -304,6 +304,8 @@ def test_a_mixer_of_ones_own_is_part_of_the_key(run, monkeypatch):
   origin = mixers.Origin('/there/mine.py', 'abc')
   monkeypatch.setitem(mixers.OWN, 'F', origin)
   assert ablation.key(run.config)['file']['/there/mine.py'] == 'abc'
+  monkeypatch.setitem(mixers.OWN, 'F', mixers.Origin('', 'abc'))  # of a cell
+  assert ablation.key(run.config)['file']['mixer F'] == 'abc'
   monkeypatch.delitem(mixers.OWN, 'F')
   monkeypatch.setitem(mixers.OWN, 'Q', origin)
   assert '/there/mine.py' not in ablation.key(run.config)['file']
