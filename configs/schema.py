@@ -337,14 +337,15 @@ def view(config, saved=False):
   saved: it is of a file: its `extra` is kept as it is.
   """
   data = config.to_dict() if hasattr(config, 'to_dict') else dict(config)
-  extra = extra_lib.make(data.pop(extra_lib.NAME, {}), saved)
   for name in data:
-    if name not in SECTIONS:
+    if name not in (*SECTIONS, extra_lib.NAME):
       raise UserError(
         f'unknown config section {name!r}.' + suggest(name, SECTIONS)
       )
   made = Config(**{n: _section(n, c, data) for n, c in SECTIONS.items()})
-  return with_value(made, f'model.{extra_lib.NAME}', extra)
+  own = config[extra_lib.NAME] if extra_lib.NAME in config else {}
+  own = extra_lib.make(own, made.model.pattern, saved)
+  return with_value(made, f'model.{extra_lib.NAME}', own)
 
 
 def _section(name: str, section, data) -> Any:

@@ -22,6 +22,7 @@ import keyword
 from typing import Any
 
 from paraxis.configs.base import field as field_lib
+from paraxis.configs.base import mixers
 from paraxis.configs.base.errors import UserError
 
 NAME = 'extra'
@@ -136,17 +137,50 @@ def flat(values, prefix=f'{NAME}.'):
   return out
 
 
-def make(given, saved=False):
-  """A frozen, hashable object of attributes from a dict.
+def make(given, pattern, saved=False):
+  """A frozen, hashable object of attributes.
+
+  What another file declared than the one that was loaded last is kept as it is:
+  a ConfigDict is locked, so that it has no wrong names.
 
   Args:
-    given: {name: value}, sections as dicts; what it lacks takes its default.
+    given: a ConfigDict, or {name: value}, sections as dicts; what it lacks
+      takes its default.
+    pattern: model.pattern. Of a mixer that it lacks there is no section, unless
+      one with other values than the defaults: the run has no need of its file.
     saved: of a file: names that nobody declares are kept, nothing is added.
 
   Raises:
     UserError: an unknown name, or a value that is not valid.
   """
-  return _made(_values(given, declared(), NAME, saved or not declared()))
+  locked, free = hasattr(given, 'to_dict'), saved or not declared()
+  given = given.to_dict() if locked else given
+  if locked and _of_another(given, pattern):
+    values = _values({}, _sections, NAME, False)
+    for name, value in given.items():
+      table = {name: _sections[name]} if name in _sections else {}
+      values |= _values({name: value}, table, NAME, not table)
+  else:
+    values = _values(given, declared(), NAME, free)
+  usual = _values({}, _sections, NAME, False)
+  for name in _idle(pattern) & values.keys():
+    if getattr(values[name], '__dict__', None) == vars(usual[name]):
+      del values[name]
+  return _made(values)
+
+
+def _of_another(given, pattern):
+  """Whether a config is of another file than the one that was loaded last."""
+  names = given.keys() - _sections.keys()
+  if not names:  # of a file that declares nothing, or not yet
+    return not any(letter in pattern for letter in mixers.OWN)
+  return not names <= _own.keys()
+
+
+def _idle(pattern):
+  """Names of the sections of registered mixers that a pattern lacks."""
+  rows = [mixers.TABLE[n] for n in mixers.OWN if n not in pattern]
+  return {row.section.rpartition('.')[2] for row in rows} & _sections.keys()
 
 
 def _values(given, table, path, free):

@@ -38,6 +38,7 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import extra
 from paraxis.configs.base import mixers
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.train import program as job_lib
@@ -93,8 +94,9 @@ def key(config: schema.Config, mechanism=(), task=None) -> dict:
     'config': {
       name: schema.value(config, name)
       for name, _ in schema.fields()
-      if not name.startswith(FREE)
-    },
+      if not name.startswith((*FREE, f'{extra.NAME}.'))
+    }
+    | extra.flat(config.extra),
     'file': {
       'the text of data.path': _text(config.data.path, config.data.sources),
       'data.tokenizer': tokenizer_lib.load(config.data.tokenizer).fingerprint,

@@ -57,7 +57,8 @@ def fields(config: schema.Config, *changes: dict) -> schema.Config:
         + (hint or schema.suggest(name, known))
       )
     *sections, last = name.split('.')
-    functools.reduce(dict.__getitem__, sections, data)[last] = value
+    inner = functools.reduce(lambda d, s: d.setdefault(s, {}), sections, data)
+    inner[last] = value
   return schema.view(data)
 
 

@@ -144,6 +144,46 @@ def test_another_config_knows_nothing_of_it(tmp_path):
   assert command_line.load('quickstart').extra.to_dict() == {}
 
 
+def test_a_config_is_what_it_is_alone(own_file):
+  """Whatever other files a notebook has loaded before it, or after."""
+  early = command_line.load('quickstart')
+  alone = schema.view(early)
+  mine = command_line.load(str(own_file()))
+  seen = schema.view(mine)
+  assert seen.extra.decay == 0.5 and seen.extra.ema.taps == 9
+  late = command_line.load('quickstart')
+  assert schema.view(early) == schema.view(late) == alone
+  assert alone.extra == extra.NOTHING
+  # As decode/load.py gives the config of a run.
+  of_run = ml_collections.ConfigDict(schema.to_dict(seen)).lock()
+  assert schema.view(mine) == schema.view(of_run) == seen
+  of_run.extra.ema.taps = 0
+  with support.refused('extra.ema.taps=0 is below'):
+    schema.view(of_run)
+  # The section of a mixer that another one's config has is its own.
+  late.extra.ema.taps = 5
+  assert schema.view(late).extra.ema.taps == 5
+  late.model.pattern, late.extra.ema.taps = 'Q-F', 9
+  assert schema.view(late).extra.ema.taps == 9
+
+
+def test_a_run_of_before_may_have_the_section_of_an_idle_mixer(own_file):
+  command_line.load(str(own_file()))
+  plain = schema.view(command_line.load('quickstart'))
+  data = schema.to_dict(plain)
+  assert not data['extra']
+  data['extra'] = dict(ema=dict(taps=9))
+  assert schema.from_json(json.dumps(data)) == plain
+  data['extra'] = dict(ema=dict(taps=8))
+  assert schema.from_json(json.dumps(data)).extra.ema.taps == 8
+
+
+def test_two_declarations_in_one_process():
+  one, two = _own(dict(decay=0.5)), _own(dict(rate=0.25))
+  assert extra.flat(schema.view(one).extra) == {'extra.decay': 0.5}
+  assert extra.flat(schema.view(two).extra) == {'extra.rate': 0.25}
+
+
 def test_a_run_with_other_values_is_another_run():
   old = schema.view(_own(dict(decay=0.5, gone=1)))
   new = schema.view(_own(dict(decay=0.25, late=2)))

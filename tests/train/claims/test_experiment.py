@@ -10,10 +10,13 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base import extra
 from paraxis.train import step as step_lib
 from paraxis.train.certify import certification
 from paraxis.train.certify import verify
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 
 
@@ -28,6 +31,21 @@ def test_fields_have_full_names():
   assert (new.model.pattern, new.model.experts.pattern) == ('W', 'DE')
   assert new.mesh.zero == 2 and type(new.optimizer.b1) is float
   assert old == schema.Config() == experiment.fields(old)
+
+
+def test_the_section_of_a_mixer_comes_with_its_letter(own_file):
+  """The config without it is a baseline, and has no such section."""
+  mine = command_line.load(str(own_file()))
+  mine.model.pattern = 'F'
+  plain = schema.view(mine)
+  found = ablation.key(plain)['config']
+  assert [n for n in found if n.startswith(extra.NAME)] == ['extra.decay']
+  changes = {'model.pattern': 'Q', 'extra.ema.taps': 5}
+  new = experiment.fields(plain, changes)
+  assert new.extra.ema.taps == 5 and new.extra.decay == 0.5
+  assert ablation.key(new)['config']['extra.ema.taps'] == 5
+  del changes['extra.ema.taps']
+  assert experiment.fields(plain, changes).extra.ema.taps == 9
 
 
 @pytest.mark.parametrize(
