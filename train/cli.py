@@ -5,7 +5,9 @@ papers and config printing never start jax. Wrong arguments are reported before
 anything is compiled or written. Exit codes: configs/base/errors.py.
 """
 
+import contextlib
 import importlib.metadata
+import os
 import sys
 import tempfile
 from typing import Any
@@ -298,9 +300,31 @@ def _dispatch(argv):
   return COMMANDS[name](rest)
 
 
+@contextlib.contextmanager
+def _devices_stay():
+  """What a command says of devices (prepare_devices) ends with it.
+
+  A notebook that calls `main` goes on, and starts other commands.
+  """
+  names = 'XLA_FLAGS', 'JAX_PLATFORMS'
+  before = {name: os.environ.get(name) for name in names}
+  jax = sys.modules.get('jax')
+  platforms = jax.config.jax_platforms if jax else before['JAX_PLATFORMS']
+  try:
+    yield
+  finally:
+    for name, value in before.items():
+      os.environ.pop(name, None)
+      if value is not None:
+        os.environ[name] = value
+    if jax := sys.modules.get('jax'):  # no matter to one that has started
+      jax.config.update('jax_platforms', platforms)
+
+
 def main(argv=None):
   """Runs `paraxis ARGV` -> its exit code (configs/base/errors.py)."""
-  code = command_line.run(_dispatch, sys.argv[1:] if argv is None else argv)
+  with _devices_stay():
+    code = command_line.run(_dispatch, sys.argv[1:] if argv is None else argv)
   stopped = code in (errors.EXIT_OK, errors.EXIT_PREEMPTED)
   if hosts_lib.connected() and not stopped:
     hosts_lib.exit_now(code)

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import pytest
 
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train import cli
 from paraxis.train.run import hosts
@@ -52,6 +54,29 @@ def test_light_commands_do_not_start_jax():
   done = _python('-c', textwrap.dedent(code))
   assert done.returncode == 0, done.stderr
   assert '"steps": 7' in done.stdout
+
+
+@pytest.mark.parametrize('ends', [0, errors.EXIT_USER])
+def test_a_command_within_a_notebook_leaves_it_its_devices(monkeypatch, ends):
+  """And those of the commands that the notebook starts after it."""
+  seen = []
+
+  def show(argv):
+    command_line.prepare_devices(3)
+    seen.append((os.environ['XLA_FLAGS'], jax.config.jax_platforms))
+    if ends:
+      raise errors.UserError('no')
+
+  monkeypatch.setitem(cli.COMMANDS, 'check', show)
+  monkeypatch.setenv('XLA_FLAGS', '--a=1')
+  monkeypatch.setenv('JAX_PLATFORMS', 'tpu,cpu')
+  monkeypatch.delenv('JAX_PLATFORMS')
+  before = jax.config.jax_platforms
+  assert cli.main(['check']) == ends
+  assert seen == [('--a=1 --xla_force_host_platform_device_count=3', 'cpu')]
+  assert os.environ['XLA_FLAGS'] == '--a=1'
+  assert 'JAX_PLATFORMS' not in os.environ
+  assert jax.config.jax_platforms == before
 
 
 def test_the_module_is_the_train_command(capsys):
