@@ -158,7 +158,8 @@ def loop_forward(a_BTD, b_BTD, state_BD):
 
   def step(h, ab):
     a, b = ab
-    h = jnp.where(a == 0, 0, a * h) + b  # what it forgets may be NaN
+    # What it forgets may be NaN; the derivative of a is h at a = 0, too.
+    h = a * jnp.where((a == 0) & ~jnp.isfinite(h), 0, h) + b
     return h, h.astype(b_BTD.dtype)
 
   last, h_TBD = lax.scan(step, state_BD, (_time(a_BTD), _time(b_BTD)))

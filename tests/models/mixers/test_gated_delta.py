@@ -15,7 +15,9 @@ import pytest
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers as mixer_schema
+from paraxis.models import checks
 from paraxis.models.mixers import gated_delta
+from paraxis.pallas_kernels import registry
 
 pytestmark = pytest.mark.usefixtures('float64')
 
@@ -116,6 +118,18 @@ def test_what_does_not_fit_is_refused(own, scan, text):
   model = dataclasses.replace(config_of(**own), scan=scan)
   with pytest.raises(errors.UserError, match=text):
     gated_delta.GatedDelta.check(model)
+
+
+@pytest.mark.parametrize('pattern, own', [('D', True), ('DG', False)])
+def test_scans_of_its_own_are_named(monkeypatch, pattern, own):
+  """An implementation that gated scans lack, where a device takes it."""
+  gpu = registry.Target('gpu', 'NVIDIA H100')
+  monkeypatch.setattr(registry, 'current_target', lambda: gpu)
+  model = dataclasses.replace(config_of(), scan='batched', pattern=pattern)
+  if own:
+    return checks.check_model(model)
+  with pytest.raises(errors.UserError, match="gated_scan: no .* 'batched'"):
+    checks.check_model(model)
 
 
 @pytest.mark.sampled(3)

@@ -112,6 +112,21 @@ def test_a_dirty_slot_is_cleared_by_a_reset():
   np.testing.assert_array_equal(h, clean)
 
 
+@pytest.mark.parametrize('impl', ['loop', 'xla'])
+def test_second_derivatives_where_a_gate_is_zero(impl):
+  """h_3 = a_3 (a_2 h_1 + b_2) + b_3, so d2 h_3 / da_2 da_3 = h_1."""
+  b = jnp.array([1.0, 2.0, 3.0, 4.0])[None, :, None]
+  none, state = np.zeros((1, 4), bool), jnp.zeros((1, 1))
+
+  def last(a):
+    rows = a[None, :, None]
+    return linear_scan.linear_scan(rows, b, none, state, impl=impl)[0][0, -1, 0]
+
+  found = jax.hessian(last)(jnp.array([0.5, 0.5, 0.0, 0.7]))
+  np.testing.assert_allclose(found, found.T, atol=1e-6)
+  np.testing.assert_allclose(found[2, 3], 2.5, rtol=1e-6)
+
+
 @pytest.mark.parametrize('impl', ['loop', 'tpu'])
 def test_what_is_not_finite_passes_no_reset(impl):
   (a, x, state), reset, cotangents = problem(2, 37, 3, np.float32)
