@@ -36,6 +36,11 @@ class Batch(NamedTuple):
   valid: Any = None
 
   @property
+  def read(self):
+    """() float32, tokens of the whole step without padding."""
+    return self.denominator if self.valid is None else self.valid
+
+  @property
   def axes(self):
     """A Batch of each array's logical axes; None where there is no array."""
     rows = (None,) * (self.tokens.ndim - 2) + ('batch', 'length')

@@ -168,7 +168,7 @@ class Decoder:
       rotations = rope.rotations(
         config, self.pattern, batch.positions, jnp.dtype(config.dtype)
       )
-    tokens = batch.denominator if batch.valid is None else batch.valid
+    tokens = batch.read
     if self.pairs and tokens is not None:
       tokens = 2 * tokens  # of both rows of a pair
     return attention.Visibility(

@@ -303,7 +303,7 @@ class _Training:
           self.state, numbers = self._exchange(t + 1, self.state, numbers)
         del found
         self.step = t + 1
-        recorder.later(self.step, numbers, int(host_batch.denominator))
+        recorder.later(self.step, numbers, host_batch)
         self.activity.step(self.step)
         if older := self._spiked():
           return older

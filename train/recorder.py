@@ -111,10 +111,13 @@ class Recorder:
     """Index of the batch of a step, counted from 1."""
     return step - 1 + spikes.left_out(self.skips)
 
-  def later(self, step, numbers, tokens):
-    """Keeps a step's numbers on the device and records those before it."""
+  def later(self, step, numbers, batch):
+    """Keeps a step's numbers on the device and records those before it.
+
+    batch: models.batch.Batch of the step, whose tokens are counted.
+    """
     self.flush()
-    self._pending = step, numbers, tokens
+    self._pending = step, numbers, int(batch.denominator), int(batch.read)
 
   def flush(self):
     """Records the step whose numbers are still on the device."""
@@ -135,13 +138,13 @@ class Recorder:
       self.writers.write(*self._unwritten)
     self._since, self._unwritten = {}, None
 
-  def _record(self, step, numbers, tokens):
+  def _record(self, step, numbers, tokens, read):
     every = self._train.print_every
     with self.rates.waits():
       numbers = jax.device_get(numbers)
     if self._job.config.outer.active:
       numbers = replicas.together(numbers)
-    self.rates.step(tokens)
+    self.rates.step(tokens, read)
     rates = {
       k: float(v) for k, v in numbers.items() if k.startswith('learning_rate')
     }
@@ -151,7 +154,7 @@ class Recorder:
       'train/learning_rate': max(rates.values()),
       'train/skipped': int(numbers['skipped']),
       **{f'train/{n}': numbers[n].item() for n in LOGGED if n in numbers},
-      **self._sums({'train/tokens': tokens, **self.rates.work(tokens)}),
+      **self._sums({'train/tokens': tokens, **self.rates.work(read)}),
       **expert_counts.values(self._job.model, numbers, step % every == 0),
     }
     speed = self.rates.values(self._train.steps - step)

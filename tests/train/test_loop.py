@@ -19,6 +19,7 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import load
 from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.train import loop
 from paraxis.train import recorder as recorder_lib
 from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
@@ -122,6 +123,27 @@ def test_rarer_rows_miss_no_token(whole, tiny, tmp_path):
     wanted = [sum(counts[:3]), sum(counts[3:5]), counts[5]]
     assert [row[name] for row in rows.values()] == wanted
   assert all(rows[s]['train/loss'] == every[s]['train/loss'] for s in rows)
+
+
+def test_prompts_are_counted_as_work(tiny, tmp_path):
+  """Of a step that learns answers alone: their tokens, the FLOPs of all."""
+  says = zip(('user', 'assistant'), ('a question', 'yes'), strict=True)
+  talk = {'messages': [dict(role=who, content=text) for who, text in says]}
+  lines = [json.dumps(talk)] * 99 + [json.dumps(talk | {'split': 'held'})]
+  (tmp_path / 'a.jsonl').write_text('\n'.join(lines))
+  (tmp_path / 'chat.jinja').write_text(
+    '{% for m in messages %}[{{ m.role }} '
+    '{% generation %}{{ m.content }}]{% endgeneration %}{% endfor %}'
+  )
+  data = dict(path=str(tmp_path / 'a.jsonl'), loss_on='assistant')
+  data |= dict(chat_template=str(tmp_path / 'chat.jinja'))
+  changes = experiment.under('data', data) | {'train.steps': 1}
+  tiny.run(tmp_path / 'run', changes)
+  job, row = tiny.job(changes), metrics.read(tmp_path / 'run')[1]
+  batch = job.batches.batch_at(0)
+  read = (batch.segments > 0).sum()
+  assert row['train/tokens'] == batch.weights.sum() < read / 2
+  assert row['train/flops'] == loop.cost(job.config).flops * read
 
 
 def test_a_batch_that_grows_is_resumed_bitwise(tiny, tmp_path):

@@ -157,7 +157,7 @@ def logging(c, root, now):
   ours, settings = bench_train.Ours(c, 'data=1', now), c.train
   writers = metrics_lib.Writers(root, settings, c, '')
   progress = metrics_lib.Progress(settings.steps, settings.print_every, SILENT)
-  tokens, flops = settings.batch_size * c.data.sequence_length, 1e7
+  counted, flops = bench_train.batch(c), 1e7
   with writers, progress:
     recorder = recorder_lib.Recorder(
       ours.job, writers, progress, (), rates_lib.Rates(flops)
@@ -166,7 +166,7 @@ def logging(c, root, now):
     def calls():
       before = now()
       for step in range(1, STEPS + 1):
-        recorder.later(step, ours.numbers, tokens)
+        recorder.later(step, ours.numbers, counted)
       recorder.write()
       return {'': (now() - before) / STEPS}
 

@@ -2,8 +2,9 @@
 
     perf/step_seconds        wall time of a step
     perf/tokens_per_second   tokens that carry loss
-    perf/mfu                 model FLOPs utilisation, where the devices' peak is
-                             known (train/run/header.py)
+    perf/mfu                 model FLOPs utilisation, of all tokens that are
+                             read, where the devices' peak is known
+                             (train/run/header.py)
     perf/eta_seconds         steps that are left, each as long
     perf/checkpoint_seconds  in which no step ran because of a checkpoint
     perf/evaluation_seconds  of held-out text
@@ -29,14 +30,18 @@ class Rates:
 
   def begin(self):
     """A line was printed: forgets the steps before it."""
-    self._steps = self._tokens = self._seconds = 0
+    self._steps = self._tokens = self._read = self._seconds = 0
     self._apart = {}
 
-  def step(self, tokens: int):
-    """Counts a step that ended now."""
+  def step(self, tokens: int, read: int | None = None):
+    """Counts a step that ended now.
+
+    tokens: that carry loss. read: with those of prompts; None: as many.
+    """
     now = time.perf_counter()
     seconds, self._before = now - self._before, now
     self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+    self._read += tokens if read is None else read
     self._seconds += seconds
     self._own.append(seconds - self._waited)
     self._waited = 0.0
@@ -60,10 +65,10 @@ class Rates:
     finally:
       self._waited += time.perf_counter() - began
 
-  def work(self, tokens: int) -> dict[str, float]:
+  def work(self, read: int) -> dict[str, float]:
     """{'train/flops': of the model for so many tokens}, if they are counted."""
     known = math.isfinite(self._flops)
-    return {'train/flops': self._flops * tokens} if known else {}
+    return {'train/flops': self._flops * read} if known else {}
 
   @contextlib.contextmanager
   def apart(self, what: str = ''):
@@ -90,5 +95,6 @@ class Rates:
       'perf/eta_seconds': left * each,
     }
     if self._peak and math.isfinite(self._flops):
-      found['perf/mfu'] = self._flops * rate / self._peak
+      work = self._flops * self._read
+      found['perf/mfu'] = work / self._seconds / self._peak
     return found | {f'perf/{n}_seconds': s for n, s in self._apart.items()}

@@ -100,3 +100,17 @@ def test_mfu_needs_both_figures(clock, flops, peak, wanted):
   assert rates.values(0).get('perf/mfu') == (
     None if wanted is None else pytest.approx(wanted)
   )
+
+
+def test_prompts_are_work_but_carry_no_loss(clock):
+  rates = rates_lib.Rates(6e9, 1e12)
+  for tokens, read in ((4, 20), (8, 30)):
+    clock(1.0)
+    rates.step(tokens, read)
+  found = rates.values(0)
+  assert found['perf/tokens_per_second'] == 6.0
+  assert found['perf/mfu'] == pytest.approx(6e9 * 25 / 1e12)
+  rates.begin()
+  clock(2.0)
+  rates.step(2, 20)
+  assert rates.values(0)['perf/mfu'] == pytest.approx(6e9 * 10 / 1e12)
