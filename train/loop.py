@@ -351,7 +351,7 @@ class _Training:
     """Steps of checkpoints before a loss spike; []: none, or none is older."""
     recorder, older = self._recorder, []
     if recorder.spiked:
-      with self.activity.phase('save'):
+      with recorder.rates.apart(), self.activity.phase('save'):
         older = self._store.before(recorder.spike()[0])
       if not older:
         recorder.forget_spike()
@@ -360,10 +360,10 @@ class _Training:
   def _roll_back(self, older):
     """To the last checkpoint before a loss spike, past the batches it read."""
     self.state = None  # two would not fit everywhere
-    with self.activity.phase('restore'):
+    with self._recorder.rates.apart(), self.activity.phase('restore'):
       self.state, self.step, kept = start.back(self._job, self._store, older)
-    self._recorder.roll_back(self.step, kept['cursor'])
-    self._store.drop(self.step)
+      self._recorder.roll_back(self.step, kept['cursor'])
+      self._store.drop(self.step)
 
   def _save(self):
     """Begins a checkpoint."""

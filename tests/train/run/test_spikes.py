@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -18,9 +19,11 @@ from paraxis.configs.base import errors
 from paraxis.configs.base import spike as spike_lib
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import recorder as recorder_lib
+from paraxis.train import start
 from paraxis.train import step as step_lib
 from paraxis.train.run import early
 from paraxis.train.run import metrics
+from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import spikes
 
 CHANGES = {
@@ -201,6 +204,32 @@ def test_a_spike_whose_every_step_is_saved(tiny, bad, rolled, tmp_path):
   _, said = tiny.run(tmp_path / 'run', changes, make_step=bad)
   assert any('back to step 6, leaving out' in line for line in said)
   assert support.losses(tmp_path / 'run') == support.losses(rolled[0])
+
+
+def test_going_back_is_no_step(tiny, bad, tmp_path, monkeypatch):
+  """What it takes is in no step's time, by a clock that it puts forward."""
+  forward = []
+  now = lambda real=time.perf_counter: real() + 1000 * len(forward)
+  clock = types.SimpleNamespace(perf_counter=now)
+  monkeypatch.setattr(rates_lib, 'time', clock)
+
+  def slow(owner, name):
+    made = getattr(owner, name)
+
+    def run(*given):
+      forward.append(name)
+      return made(*given)
+
+    monkeypatch.setattr(owner, name, run)
+
+  slow(store_lib.Store, 'before')
+  slow(start, 'back')
+  slow(store_lib.Store, 'drop')
+  tiny.run(tmp_path, CHANGES, make_step=bad)
+  assert forward == ['before', 'back', 'drop']
+  rows = metrics.read(tmp_path)
+  assert list(rows) == list(range(1, 13))
+  assert all(row['perf/step_seconds'] < 1000 for row in rows.values())
 
 
 TWO = """
