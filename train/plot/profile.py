@@ -39,8 +39,8 @@ def draw(workdir, output=None):
     color=[figures.COLOURS[profile.is_collective(r.name)] for r in shown],
   )
   labels = ['  '.join(filter(None, (r.name, r.scope, r.where))) for r in shown]
-  ax.set_yticks(range(len(shown)), labels)
-  ax.set_xlabel('ms a step, all devices together')
+  ax.set_yticks(range(len(shown)), [figures.plain(label) for label in labels])
+  ax.set_xlabel('ms a step, all traced devices together')
   # Of the figure: beside long labels the axes are narrower than their title.
   fig.suptitle(
     f'steps {first} to {last}: collectives (orange) {sent / (total or 1):.1%}'

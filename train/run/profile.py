@@ -4,9 +4,10 @@
 and RUN/profile.json, for `paraxis plot --profile`.
 
 An operation's time is its own: that of a loop is without those inside of it. A
-collective's holds the waiting for other devices. The line of source and the
-scopes ('layer_F/attention': jax.named_scope in models/, train/step.py, a user's
-own mixer) are from the compiled program; a fusion has those of its root.
+collective's holds the waiting for other devices. Of several processes only the
+first traces, its own devices. The line of source and the scopes
+('layer_F/attention': jax.named_scope in models/, train/step.py, a user's own
+mixer) are from the compiled program; a fusion has those of its root.
 """
 
 import collections
@@ -48,7 +49,8 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Row(NamedTuple):
-  """Operations of one name, line and scope: how often, seconds, of all devices.
+  """Operations of one name, line and scope: how often, seconds, of all devices
+  of the process.
 
   scope: 'backward layer_F/mlp'; '': none.
   """
@@ -72,8 +74,10 @@ class Profile:
 
     apart: context manager in which time is no step's (rates.Rates.apart).
     """
-    self._steps, self._path, self._say = steps, pathlib.Path(workdir), say
+    self._steps = None if jax.process_index() else steps
+    self._path, self._say = pathlib.Path(workdir), say
     self._apart, self.programs = apart, []
+    self._last = 0  # step that was traced
 
   def say_missed(self, done):
     """Says so if the steps to trace begin before those that are left.
@@ -101,6 +105,7 @@ class Profile:
           with self._apart():
             jax.profiler.start_trace(str(self._path / FOLDER))
           tracing = True
+        self._last = t + 1
         yield t, batch
         if tracing and t + 1 == self._steps[1]:
           tracing = False
@@ -114,16 +119,16 @@ class Profile:
     jax.block_until_ready(state)
     with self._apart():
       jax.profiler.stop_trace()
-      if not jax.process_index():
-        self._report()
+      self._report()
 
   def _report(self):
     lines = {}
     for program in self.programs:
       lines |= sources(program.as_text() or '')
-    files = sorted((self._path / FOLDER).rglob('*.xplane.pb'))
-    found = rows(jax.profiler.ProfileData.from_file(str(files[-1])), lines)
-    first, last = self._steps
+    files = (self._path / FOLDER).rglob('*.xplane.pb')
+    newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+    found = rows(jax.profiler.ProfileData.from_file(str(newest)), lines)
+    first, last = self._steps[0], self._last
     kept = dict(first=first, last=last, rows=[r._asdict() for r in found])
     (self._path / FILE).write_text(json.dumps(kept, indent=1), encoding='utf-8')
     self._say(table(found, first, last))

@@ -1,6 +1,7 @@
 """Profiles: which steps, whose time, and from which line of source."""
 
 import json
+import os
 import types
 
 import jax
@@ -174,3 +175,53 @@ def test_a_run_that_ends_early_is_traced_to_its_end(tmp_path, monkeypatch):
   assert traced == [str(tmp_path / profile.FOLDER)]
   batches.close()
   assert traced[1:] == ['end']
+
+
+@pytest.fixture
+def traces(tmp_path, monkeypatch):
+  """Files that are read of traces, each of one operation of 0.9 s."""
+  read = []
+
+  def start(folder):
+    made = tmp_path / profile.FOLDER / 'now' / 'host.xplane.pb'
+    made.parent.mkdir(parents=True)
+    made.write_bytes(b'')
+    assert folder == str(tmp_path / profile.FOLDER)
+
+  monkeypatch.setattr(jax.profiler, 'start_trace', start)
+  monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: None)
+  data = types.SimpleNamespace(from_file=read.append)
+  monkeypatch.setattr(jax.profiler, 'ProfileData', data)
+  row = profile.Row('dot', '', 3, 0.9)
+  monkeypatch.setattr(profile, 'rows', lambda data, lines: [row])
+  return read
+
+
+def _until(one, last):
+  """Takes steps up to one, in which the run ends."""
+  batches = one.over(((t, t) for t in range(20)), lambda: 0)
+  for t, _ in batches:
+    if t + 1 == last:
+      break
+  batches.close()
+
+
+def test_a_profile_that_ends_early_is_of_fewer_steps(tmp_path, traces):
+  """And of the newest trace, whatever the folders' names."""
+  old = tmp_path / profile.FOLDER / 'older' / 'host.xplane.pb'
+  old.parent.mkdir(parents=True)
+  old.write_bytes(b'')
+  os.utime(old, (1e9, 1e9))
+  said = []
+  _until(profile.Profile((2, 9), tmp_path, said.append), 4)
+  kept = json.loads((tmp_path / profile.FILE).read_text())
+  assert (kept['first'], kept['last']) == (2, 4)
+  assert said[0].startswith('profile of steps 2 to 4: ')
+  assert ' 300.00 ' in said[0].splitlines()[2]  # ms of each of three steps
+  assert traces == [str(tmp_path / profile.FOLDER / 'now' / 'host.xplane.pb')]
+
+
+def test_only_the_first_process_traces(tmp_path, traces, monkeypatch):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  _until(profile.Profile((2, 3), tmp_path, print), 4)
+  assert not traces and not list(tmp_path.iterdir())
