@@ -125,12 +125,33 @@ class _Reader:
     self._before = 0  # time of the last line
     self._most = 0  # steps done by any start
     self._launched = False
+    self._held = []
 
   def line(self, line):
-    """Takes one more line."""
+    """Takes one more line.
+
+    A launch beside a start that did not end follows its kill, or is refused,
+    and the start runs on: that is known by the next line of any start. Until
+    then the launch, and what its supervisor says, are held back.
+    """
     if not self.count:
       self._since = line.time
     self.count += 1
+    if line.why or line.event in ('phase', 'commit'):  # of the start itself
+      self._held = []
+    elif line.event == 'start':
+      self._release()
+    elif self._held or (line.event == 'launch' and self._part != 'idle'):
+      self._held.append(line)
+      return
+    self._take(line)
+
+  def _release(self):
+    held, self._held = self._held, []
+    for line in held:
+      self._take(line)
+
+  def _take(self, line):
     # A clock may have been set back: no line is before an earlier one.
     line = line._replace(time=max(line.time, self._before))
     if line.event in ('start', 'launch', 'restart'):
@@ -213,6 +234,7 @@ class _Reader:
 
   def close(self):
     """After the last line."""
+    self._release()
     self._close(self._before, None)
 
 

@@ -210,6 +210,45 @@ def test_a_supervisor_tells_when_it_began_and_died(tmp_path):
   assert [a['seconds'] for a in found['attempts']] == [38, 38]
 
 
+def test_a_launch_that_is_refused_ends_no_start(tmp_path):
+  """It begins and ends beside one that runs on."""
+  story = Story(tmp_path)
+  story.add('start')
+  story.add('phase', name='steps', step=0)
+  for event in ('launch', 'exit', 'end'):
+    story.wait('productive', 3)
+    story.add(event, code=2)
+  story.wait('productive', 6)
+  story.add('phase', name='steps', step=5)
+  story.add('launch')
+  story.wait('productive', 5)
+  story.add('end', why='done', step=7)
+  for event in ('exit', 'end'):
+    story.wait('idle', 1)
+    story.add(event, code=2)
+  found = story.account()
+  assert found['seconds'] == story.truth
+  assert [a['seconds'] for a in found['attempts']] == [22]
+
+
+def test_a_launch_after_one_that_was_killed(tmp_path):
+  """With its supervisor; the first process dies before it says a word."""
+  story = Story(tmp_path)
+  story.add('start')
+  story.add('phase', name='steps', step=0)
+  story.wait('productive', 30)
+  story.add('phase', name='steps', step=3)
+  story.wait('idle', 9)
+  for event, part in (
+    ('launch', 'other'), ('exit', 'idle'), ('restart', 'idle'),
+    ('launch', 'other'), ('start', 'other'),
+  ):  # fmt: skip
+    story.add(event)
+    story.wait(part, 4)
+  story.add('phase', name='restore')
+  assert story.account()['seconds'] == story.truth
+
+
 def test_a_stall_is_no_step(tmp_path):
   """The line that says so is written at its end and dated to its beginning."""
   story = Story(tmp_path)
