@@ -28,7 +28,6 @@ from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
 from paraxis.models.text import tokenizer as tokenizer_lib
-from paraxis.sharding.checkpoint import folders
 from paraxis.train import start
 from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -58,21 +57,18 @@ def bring(text, workdir, say=print, tokenizer='') -> None:
   from paraxis.sharding.checkpoint import store as store_lib  # starts slowly
 
   source = origin_lib.Foreign(text)
-  path = workdir_lib.prepare(workdir)
-  if folders.steps(path / workdir_lib.CHECKPOINTS):
-    raise errors.UserError(f'{path} has checkpoints: take another --workdir.')
-  workdir_lib.check_folder(path)
-  given = schema.with_value(schema.Config(), 'data.tokenizer', tokenizer)
-  config = source.configured(given, path, say, '--tokenizer=')
-  built = build.build(config, '', devices=jax.devices()[:1])
-  chosen = tokenizer_lib.load(config.data.tokenizer)
-  tree = source.rows(built.params)
-  axes = {f'{origin_lib.PARAMS}{p}': a for p, a in built.model.axes.items()}
-  meta = start.common(config, chosen.fingerprint, source.about)
-  with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
-    store.preflight(tree)
-    store.save(0, tree, axes, meta | {workdir_lib.IMPORTED: True})
-  workdir_lib.write_config(path, config)
+  with workdir_lib.without_run(workdir, '--workdir') as path:
+    given = schema.with_value(schema.Config(), 'data.tokenizer', tokenizer)
+    config = source.configured(given, path, say, '--tokenizer=')
+    built = build.build(config, '', devices=jax.devices()[:1])
+    chosen = tokenizer_lib.load(config.data.tokenizer)
+    tree = source.rows(built.params)
+    axes = {f'{origin_lib.PARAMS}{p}': a for p, a in built.model.axes.items()}
+    meta = start.common(config, chosen.fingerprint, source.about)
+    with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
+      store.preflight(tree)
+      store.save(0, tree, axes, meta | {workdir_lib.IMPORTED: True})
+    workdir_lib.write_config(path, config)
   size = sum(x.nbytes for x in tree.values())
   say(f'{len(tree)} leaves, {size:,} bytes, in {path}')
 

@@ -264,6 +264,22 @@ def test_a_folder_of_another_run_keeps_its_files(
     held.close()
 
 
+def test_no_run_begins_where_weights_are_imported(
+  exported, tmp_path, monkeypatch
+):
+  save, tried = store_lib.Store.save, []
+
+  def saves(self, *named):
+    with support.refused('in use by another run'):
+      workdir_lib.Lock(tmp_path)
+    tried.append(save(self, *named))
+
+  monkeypatch.setattr(store_lib.Store, 'save', saves)
+  exchange.bring(str(exported), tmp_path, say=quiet)
+  assert tried
+  workdir_lib.Lock(tmp_path).close()
+
+
 def test_ids_of_their_tokenizer_are_not_those_of_another(exported, tmp_path):
   folder = tmp_path / 'theirs'
   shutil.copytree(exported, folder)

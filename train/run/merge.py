@@ -21,7 +21,6 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models.huggingface import source as source_lib
-from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import rows
 from paraxis.train.run import origin as origin_lib
@@ -52,10 +51,6 @@ def write(runs, out, say=print, ema=False) -> None:
   weights = [weight for _, weight in runs]
   for other in sources[1:]:
     _check(sources[0], other)
-  path = workdir_lib.prepare(out)
-  if folders.steps(path / workdir_lib.CHECKPOINTS):
-    raise errors.UserError(f'{path} has checkpoints: name another --out.')
-  workdir_lib.check_folder(path)
   leaves, meta = sources[0].saved()
   tree = {p: _average(sources, weights, p, leaf) for p, leaf in leaves.items()}
   config = sources[0].config()  # adapters are merged
@@ -64,11 +59,12 @@ def write(runs, out, say=print, ema=False) -> None:
     config = schema.with_value(config, 'train.learn', '')
   kept = {n: meta[n] for n in KEPT if n in meta}
   meta = dict(config=schema.to_json(config), origin=_about(sources, runs))
-  with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
-    store.preflight(tree)
-    axes = {p: tuple(leaf['axes']) for p, leaf in leaves.items()}
-    store.save(0, tree, axes, kept | meta | {workdir_lib.IMPORTED: True})
-  workdir_lib.write_config(path, config)
+  axes = {p: tuple(leaf['axes']) for p, leaf in leaves.items()}
+  with workdir_lib.without_run(out, '--out') as path:
+    with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
+      store.preflight(tree)
+      store.save(0, tree, axes, kept | meta | {workdir_lib.IMPORTED: True})
+    workdir_lib.write_config(path, config)
   say(f'the average of {len(runs)} runs, {len(tree)} leaves, in {path}')
 
 

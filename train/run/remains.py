@@ -57,6 +57,13 @@ def refuse_readable(path):
     )
 
 
+def refuse_steps(path, flag):
+  """UserError if there are checkpoints, readable or not; flag: names path."""
+  with contextlib.suppress(OSError):  # no such folder
+    if _steps(path):
+      raise errors.UserError(f'{path} has checkpoints: name another {flag}.')
+
+
 def set_aside(path, say):
   """Moves what a run left, all but readable checkpoints, into a new folder.
 

@@ -162,6 +162,16 @@ def claim(workdir, config, from_scratch, say):
   return lock
 
 
+@contextlib.contextmanager
+def without_run(workdir, flag):
+  """Prepares a folder without checkpoints -> its path, locked for a block."""
+  path = prepare(workdir)
+  _check_records(path)
+  with contextlib.closing(Lock(path)):
+    remains.refuse_steps(path, flag)
+    yield path
+
+
 def imported(path):
   """The error to raise for a folder that `paraxis checkpoint import` wrote."""
   return errors.UserError(

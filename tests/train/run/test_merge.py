@@ -12,6 +12,7 @@ from paraxis.configs.base import errors
 from paraxis.decode import load
 from paraxis.models import build
 from paraxis.models import trained
+from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import cli
 from paraxis.train.run import merge
 from paraxis.train.run import origin as origin_lib
@@ -157,6 +158,33 @@ def test_a_folder_of_a_run_keeps_its_files(runs, tmp_path, lost):
   assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
   if held:
     held.close()
+
+
+def test_a_folder_that_is_written_is_locked(runs, tmp_path, monkeypatch):
+  """No run begins in it meanwhile, and one that saved first keeps it."""
+  given = [(runs[0][0], 0.5), (runs[1][0], 0.5)]
+  save, tried = store_lib.Store.save, []
+
+  def saves(self, *named):
+    with support.refused('in use by another run'):
+      workdir_lib.Lock(tmp_path / 'out')
+    tried.append(save(self, *named))
+
+  monkeypatch.setattr(store_lib.Store, 'save', saves)
+  merge.write(given, tmp_path / 'out', quiet)
+  assert tried
+  workdir_lib.Lock(tmp_path / 'out').close()
+  monkeypatch.undo()
+  real = workdir_lib.Lock
+
+  def late(path):
+    (path / 'checkpoints' / '7').mkdir(parents=True)
+    return real(path)
+
+  monkeypatch.setattr(workdir_lib, 'Lock', late)
+  with support.refused('has checkpoints: name another --out'):
+    merge.write(given, tmp_path / 'late', quiet)
+  assert not (tmp_path / 'late' / 'config.json').exists()
 
 
 def test_other_architectures_are_listed(runs, tmp_path, capsys):
