@@ -113,7 +113,7 @@ def draw(rows, path, title=''):
   ):
     _line(ax, name, curve, colour)
   all_axes[-1].set_xlabel('step')
-  fig.suptitle(title, fontweight='bold')
+  fig.suptitle(figures.plain(title), fontweight='bold')
   fig.align_ylabels(all_axes)
   return figures.save(fig, path)
 
@@ -144,7 +144,7 @@ def draw_domains(runs, path):
     for title, loads in runs.items()
   }
   shares = {t: x / x.sum(-1, keepdims=True) for t, x in shares.items()}
-  domains = list(next(iter(runs.values())))
+  domains = [figures.plain(name) for name in next(iter(runs.values()))]
   layers = next(iter(shares.values())).shape[1]
   fig = figures.make(1.6 + 2.1 * layers, 0.6 + 1.7 * len(runs))
   axes = fig.subplots(
@@ -156,7 +156,7 @@ def draw_domains(runs, path):
       image = ax.imshow(
         share[:, l] * share.shape[-1], cmap='RdBu_r', norm=norm, aspect='auto'
       )
-      ax.set_title(f'{title}, layer {l}', fontsize=9)
+      ax.set_title(figures.plain(f'{title}, layer {l}'), fontsize=9)
       ax.spines[:].set_visible(False)
       ax.set_yticks(range(len(domains)), labels=domains, fontsize=8)
       ax.set_xticks([])

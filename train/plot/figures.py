@@ -42,6 +42,13 @@ def lines(curves, xlabel, ylabel, **legend):
   return fig, ax
 
 
+def plain(text: str) -> str:
+  """A name as a text of a figure: not read as mathematics, and no label that
+  a legend leaves out, as it does those that begin with '_'."""
+  hidden = '\u200b' if text.startswith('_') else ''
+  return hidden + text.replace('$', r'\$')
+
+
 def save(fig, path: str | os.PathLike) -> pathlib.Path:
   """Writes the figure as a PNG -> its path; UserError if it cannot."""
   try:

@@ -111,7 +111,7 @@ def _draw_run(axes, rows, where, label, colour, alone):
   held, points, text = _held_out(rows)
   steps, values = curve(rows, 'train/loss')
   loss.plot(at(steps), values, color=colour, alpha=0.22, linewidth=0.8)
-  name = f'{label}: {text} held out' if text else label
+  name = figures.plain(f'{label}: {text} held out' if text else label)
   name = 'training loss' if alone else name
   loss.plot(at(steps), smooth(values), color=colour, linewidth=2.0, label=name)
   for ax, (name, _) in zip(panels, PANELS, strict=True):
@@ -150,7 +150,7 @@ def draw(workdirs, output=None, x='step'):
     _draw_run(axes, rows, along(rows, x), name, colour, alone)
   loss, *panels = axes
   if alone:
-    loss.set_title(names[0], loc='left', fontweight='bold')
+    loss.set_title(figures.plain(names[0]), loc='left', fontweight='bold')
   for ax in axes:
     figures.tidy(ax)
     ax.margins(x=0.01)

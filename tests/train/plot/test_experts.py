@@ -56,6 +56,14 @@ def test_layers_of_two_kinds_are_told_apart():
   ]
 
 
+def test_a_name_is_no_mathematics(tmp_path):
+  """'$a^$' would not even parse."""
+  support.png_size(plot_experts.draw(rows(), tmp_path / 'a.png', '$a^$'))
+  loads = {'$d^$': np.ones((1, 2))}
+  plot_experts.draw_domains({'$run^$': loads}, tmp_path / 'b.png')
+  support.png_size(tmp_path / 'b.png')
+
+
 @pytest.mark.parametrize('steps', [4, 12])
 def test_a_plot_is_a_picture(tmp_path, steps):
   path = plot_experts.draw(rows(steps=steps), tmp_path / 'a.png', 'run')

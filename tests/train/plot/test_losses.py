@@ -130,6 +130,22 @@ def test_numbers_are_in_the_legend_and_not_on_a_curve(tmp_path, monkeypatch):
       assert not inside.any()
 
 
+@pytest.mark.filterwarnings('error')
+def test_names_are_no_mathematics(tmp_path, monkeypatch):
+  """'$a^$' would not even parse, and '_b' be missing from the legend."""
+  runs = [_run(tmp_path / name, held=False) for name in ('$a^$', '_b', 'c$')]
+  ax = _figure(monkeypatch, runs)
+  texts = ax.get_legend().get_texts()
+  assert [text.get_text().count('b') for text in texts] == [0, 1, 0]
+  ax.figure.canvas.draw()
+  drawn = [text._preprocess_math(text.get_text()) for text in texts]
+  assert drawn == [('$a^$', False), ('\u200b_b', False), ('c$', False)]
+  for run in runs:
+    title = _figure(monkeypatch, [run])._left_title
+    assert title._preprocess_math(title.get_text())[1] is False
+    title.figure.canvas.draw()
+
+
 def test_labels_tell_runs_apart(tmp_path):
   names = lambda *paths: plot.labels([tmp_path / p for p in paths])
   assert names('x/a') == ['a'] and names('x/a', 'x/b') == ['a', 'b']
