@@ -242,7 +242,7 @@ REFUSED = [
   (
     'replica=2',
     {'mesh.rules': 'data layers=replica'},
-    ('layers of parameters',),
+    ('layers are over replica', 'stages alone'),
   ),
   ('replica=2', {'outer': WIDE}, ('outer.fragments=5', 'has 4 layers')),
 ]
