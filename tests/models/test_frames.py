@@ -183,7 +183,7 @@ def test_without_frames_a_step_compiles_as_it_did():
       return jax.jit(run).lower(made.params, batch).as_text()
 
   class Old(old):
-    features = None
+    features, read = None, batch_lib.Batch.read
 
   assert text(batch) == text(Old(*(getattr(batch, n) for n in names)))
   with build.use(made), support.refused('model.features=0', '5 numbers'):

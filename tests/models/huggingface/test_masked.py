@@ -213,9 +213,9 @@ def test_decode(folder, method, code, capsys):
   """Masks are filled; from left to right there is one line."""
   argv = [
     f'--weights={folder.path}', '--config.data.tokenizer=bytes',
-    '--prompt=masks', f'--method={method}', '--max_new_tokens=6',
-    '--config.decode.unmask.block=4', '--json',
+    '--prompt=masks', f'--method={method}', '--max_new_tokens=6', '--json',
   ]  # fmt: skip
+  argv += ['--config.decode.unmask.block=4'] * (method == 'unmask')
   assert command_line.run(command.main, argv) == code
   out, err = capsys.readouterr()
   if code:
