@@ -22,6 +22,7 @@ import keyword
 import re
 import sys
 import types
+from typing import Any
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import extra
@@ -101,7 +102,7 @@ def _sha256(file, cls):
   return hashlib.sha256(_text(cls, set()).encode()).hexdigest()
 
 
-def _text(x, seen, names=None):
+def _text(x, seen, names: Any = None):
   """What an object does, in text that is the same in every process.
 
   Of functions and classes without a file all that they consist of and refer to;

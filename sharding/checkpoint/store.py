@@ -347,14 +347,14 @@ class Store:
 
   def _alike(self, step, name, read):
     """What `read(step)` gives; raises in all processes if it does in one."""
-    found = problem = None
     try:
-      found = read(step)
+      found: Any = read(step)
     except (errors.UserError, errors.IntegrityError) as e:
-      problem = e
-    if not meeting.agree(name, problem is None):
+      found = e
+    failed = isinstance(found, Exception)
+    if not meeting.agree(name, not failed):
       text = 'its manifest does not read in another process'
-      raise problem or manifest_lib.damaged(self._folder(step), text)
+      raise found if failed else manifest_lib.damaged(self._folder(step), text)
     return found
 
   def restore_latest_good(

@@ -74,7 +74,7 @@ class Profile:
 
     apart: context manager in which time is no step's (rates.Rates.apart).
     """
-    self._steps = None if jax.process_index() else steps
+    self._steps: Any = None if jax.process_index() else steps
     self._path, self._say = pathlib.Path(workdir), say
     self._apart, self.programs = apart, []
     self._last = 0  # step that was traced

@@ -37,8 +37,8 @@ def kept(dims, shape):
 
 def scale_by_factored(dims):
   """optax.GradientTransformation of {path: array}; dims: {path: Dims}."""
-  rule = optax.scale_by_factored_rms(min_dim_size_to_factor=1)
-  whole = optax.scale_by_factored_rms(factored=False)
+  rule: Any = optax.scale_by_factored_rms(min_dim_size_to_factor=1)
+  whole: Any = optax.scale_by_factored_rms(factored=False)
 
   def init(params):
     state: Any = whole.init(params)
