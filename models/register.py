@@ -109,7 +109,7 @@ def _text(x, seen, names: Any = None):
   other objects count by their name, or that of their type.
 
   Args:
-    seen: ids of the functions and classes that have been told.
+    seen: ids of the functions and classes whose text was made.
     names: {name: object} of the globals of code.
   """
   every = lambda *xs: f'({", ".join(_text(y, seen, names) for y in xs)})'

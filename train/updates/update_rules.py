@@ -18,12 +18,12 @@ optimizers.py applies p <- p - lr(t) (d + weight_decay p). From optax, or ours:
 
 Two are not the paper's: sophia's diagonal of the Hessian, tokens times the
 squared gradient of a step (algorithm 2), is of the true labels, not of labels
-that the model draws, and of the clipped gradient, is read one step later (the
-first step is all signs), and its momentum is corrected for its start, both as
-optax has them; mars takes the
-gradient of the last batch, not of this one at the last parameters (the paper's
-approximate form). Sophia's tokens are those of whole rows: where only n of them
-have loss (data.loss_on, padding), its diagonal is tokens / n times too large.
+that the model draws, and of the clipped gradient; as in optax it is read one
+step later (the first step is all signs), and the momentum is corrected for its
+start. mars takes the gradient of the last batch, not of this one at the last
+parameters (the paper's approximate form). Sophia's tokens are those of whole
+rows: where only n of them have loss (data.loss_on, padding), its diagonal is
+tokens / n times too large.
 """
 
 import functools
