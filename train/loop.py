@@ -31,10 +31,8 @@ from paraxis.train.run import header
 from paraxis.train.run import hosts
 from paraxis.train.run import ledger
 from paraxis.train.run import memory
-from paraxis.train.run import metrics as metrics_lib
 from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import profile as profile_lib
-from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import spikes
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -155,7 +153,9 @@ def run(
       store.preflight(start.wanted(job), every=True)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
-      recorder = _recorder(job, step, path, token, callbacks, say, loggers)
+      recorder = recorder_lib.opened(
+        job, step, path, token, callbacks, say, loggers
+      )
       rates = recorder.rates
       shown = profile_lib.Profile(
         traced, path, recorder.progress.say, rates.apart
@@ -164,12 +164,12 @@ def run(
       training.activity = activity
       training.origin = kept.get('origin')
       recorder.resume(kept.get('cursor', {}))
-      with stop_lib.Stop(job.mesh) as stop:
+      with stop_lib.Stop(job.mesh) as training.stop:
         if evaluate.missed(path, first, settings):
-          recorder.progress.say(training.evaluate().line())
-        training.run(stop, started)
+          training.evaluate(recorder.progress.say)
+        training.run(started)
         evaluation = None if training.stopped else training.evaluate()
-        training.stopped = training.stopped or stop.asked
+        training.stopped = training.stopped or training.stop.asked
         activity.end(training.stopped or 'done')
     except Exception as e:
       if jax.process_count() > 1 and not isinstance(e, errors.IntegrityError):
@@ -183,22 +183,6 @@ def run(
     loss=recorder.last.get('train/loss'),
     evaluation=evaluation,
   )
-
-
-def _recorder(job, step, path, token, callbacks, say, loggers):
-  """recorder.Recorder of a run, whose header is printed here.
-
-  token: its header.Cost. loggers: ExitStack that closes its files.
-  """
-  config, settings = job.config, job.config.train
-  about = header.text(job, token, str(path), header.trace(job, step.grads))
-  writers = metrics_lib.Writers(path, settings, config, about, say)
-  loggers.enter_context(writers)
-  progress = metrics_lib.Progress(settings.steps, settings.print_every, say)
-  loggers.enter_context(progress)
-  say(about)
-  rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
-  return recorder_lib.Recorder(job, writers, progress, callbacks, rates)
 
 
 def _claim(job, workdir, from_scratch, say, source=None):
@@ -240,12 +224,13 @@ class _Training:
     self._job, self._functions = job, functions
     self._store, self._recorder = store, recorder
     self._evaluator = evaluate.Evaluator(
-      job, functions.evaluate, beat=lambda: self.activity.beat()
+      job, functions.evaluate, beat=self._beat
     )
     self._axes = state_lib.axes(job.leaves)
     self.state: Any = state
     self.step, self._profile = step, profile
     self.stopped, self._saved = '', step
+    self.stop: Any = None  # stop.Stop, while signals are noted
     self.activity = activity_lib.Activity(None, 0)  # of nobody
     self.origin: dict | None = None
     self._gradients = {}  # shape of a step -> its compiled gradient
@@ -253,10 +238,10 @@ class _Training:
     self._exchange = outer.Exchange(job)
     self._rows = functools.cache(job.local_rows)
 
-  def run(self, stop, started):
-    """Steps up to train.steps, or until a signal.
+  def run(self, started):
+    """Steps up to train.steps, or until a signal; one may have come already.
 
-    stop: stop.Stop. started: time.perf_counter() when the run began.
+    started: time.perf_counter() when the run began.
     """
     say, steps = self._recorder.progress.say, self._job.config.train.steps
     self._profile.say_missed(self.step)
@@ -269,17 +254,19 @@ class _Training:
       self.activity.phase('steps', self.step),
       memory.explained(lambda: shapes, lambda: self.step < first),
     ):
-      older = self._spiked() or self._steps(stop, first, started)
+      older = []
+      if not self.stopped:
+        older = self._spiked() or self._steps(first, started)
       while older:
         self._roll_back(older)
-        older = self._steps(stop, first, started)
+        older = self._steps(first, started)
       with self.activity.phase('save', self.step):
         self._store.wait()
     if self.stopped:
       saved = f'saved {self._saved}'
       say(f'stopped by {self.stopped} after step {self.step}, {saved}')
 
-  def _steps(self, stop, first, started):
+  def _steps(self, first, started):
     """Steps from the present one on -> [], or `_spiked`, if that ended them."""
     job, recorder = self._job, self._recorder
     say, settings = recorder.progress.say, job.config.train
@@ -292,7 +279,7 @@ class _Training:
         _, rows, _ = size
         batch = job.put(host_batch, self._rows(rows)[0], rows)
         if size not in self._gradients:
-          self._compile(size, batch, stop)
+          self._compile(size, batch)
         # A dispatch waits where the device runs in this thread (CPU), or its
         # queue is full.
         with recorder.rates.waits():
@@ -312,7 +299,7 @@ class _Training:
           say(f'first step after {time.perf_counter() - started:.1f} s')
         self._store.check()
         with recorder.rates.waits():
-          self.stopped = stop.agreed()
+          self.stopped = self.stop.agreed()
         last = self.step == settings.steps or bool(self.stopped)
         if last or self.step % job.config.checkpoint.every == 0:
           self._save()
@@ -320,14 +307,17 @@ class _Training:
           self._store.compare_replicas(self.step, state_lib.flatten(self.state))
         every = settings.eval_every
         if every and self.step % every == 0 and not last:
-          say(self.evaluate().line())  # the last one is of `run`
+          self.evaluate(say)  # the last one is of `run`
+          last = bool(self.stopped)
+          if last and self._saved != self.step:
+            self._save()
         if last:
           break
     return []
 
-  def _compile(self, size, batch, stop):
+  def _compile(self, size, batch):
     """Compiles the gradient of a shape, and the update the first time."""
-    stop.compiling, say = True, self._recorder.progress.say
+    self.stop.compiling, say = True, self._recorder.progress.say
     with self._recorder.rates.apart(), self.activity.phase('compile'):
       gradient = compiling.compile_step(
         'gradient', self._functions.grads, self.state.inner, batch, say=say
@@ -345,7 +335,7 @@ class _Training:
     read = self._job.state.inner  # the rest is there beside a gradient
     memory.check(programs, device, flat, {'gradient': (flat, read)})
     self._profile.programs += programs.values()
-    stop.compiling = False
+    self.stop.compiling = False
 
   def _spiked(self):
     """Steps of checkpoints before a loss spike; []: none, or none is older."""
@@ -387,14 +377,23 @@ class _Training:
       with recorder.rates.apart('checkpoint'), phase('save'):
         self._store.barrier()
 
-  def evaluate(self):
-    """evaluate.Evaluation of held-out text, which is written too."""
+  def _beat(self):
+    """Some batches of an evaluation are done -> why it ends there, or ''."""
+    self.activity.beat()
+    self.stopped = self.stop.agreed()
+    return self.stopped
+
+  def evaluate(self, say=lambda line: None):
+    """evaluate.Evaluation of held-out text, which is written and said too;
+    None: a signal cut it off, see `stopped`."""
     recorder, phase = self._recorder, self.activity.phase
     recorder.flush()
     with recorder.rates.apart('evaluation'), phase('evaluate'):
       self.state = state = anchor.settled(self.state)
       found = self._evaluator(anchor.variables(state))
-      if state.replicas:  # `found` is of the anchor
+      if found and state.replicas:  # `found` is of the anchor
         found = anchor.with_mean(found, state, self._evaluator)
-    recorder.writers.write(self.step, found.values())
+    if found:
+      recorder.writers.write(self.step, found.values())
+      say(found.line())
     return found

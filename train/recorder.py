@@ -13,12 +13,31 @@ import numpy as np
 from paraxis.configs.base import errors
 from paraxis.sharding import meeting
 from paraxis.train import expert_counts
+from paraxis.train.run import header
 from paraxis.train.run import metrics as metrics_lib
+from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import spikes
 from paraxis.train.run import stragglers
 from paraxis.train.steps import replicas
 
 LOGGED = 'slope', 'draw'  # of steps.zeroth_order, which replay from them
+
+
+def opened(job, step, path, token, callbacks, say, loggers):
+  """The `Recorder` of a run, whose header is printed here.
+
+  step: step.Step. path: folder of the run. token: its header.Cost.
+  loggers: ExitStack that closes its files.
+  """
+  config, settings = job.config, job.config.train
+  about = header.text(job, token, str(path), header.trace(job, step.grads))
+  writers = metrics_lib.Writers(path, settings, config, about, say)
+  loggers.enter_context(writers)
+  progress = metrics_lib.Progress(settings.steps, settings.print_every, say)
+  loggers.enter_context(progress)
+  say(about)
+  rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
+  return Recorder(job, writers, progress, callbacks, rates)
 
 
 class Recorder:

@@ -12,7 +12,7 @@ masks (train/data/objectives.py), of one draw of them, the same in any run.
 from collections.abc import Mapping
 import math
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -94,17 +94,21 @@ class Evaluator:
     function: step.Step.evaluate, (params, batch) -> sum of nats.
     held_out: list of data.HeldOut; default the job's.
     compiled: the function, compiled already.
-    beat: called whenever some batches are done (run/watchdog.py).
+    beat: called whenever some batches are done (run/watchdog.py); what is true
+      ends the evaluation there: in all processes, or in none.
     """
     self._job, self._function, self._compiled = job, function, compiled
     self._held_out = job.held_out if held_out is None else held_out
     self._beat = beat
 
-  def __call__(self, params):
+  def __call__(self, params) -> Any:
+    """The `Evaluation`; None: `beat` ended it."""
     job, domains, losses = self._job, {}, {}
     nats_all, bytes_all, tokens_all = 0.0, 0, 0
     lo, hi = job.local_rows(job.config.microbatch_rows)
     for held in self._held_out:
+      if self._beat():
+        return None
       sums = []
       for i in range(len(held)):
         batch = job.put(held.batch_at(i, lo, hi), lo)
@@ -116,9 +120,9 @@ class Evaluator:
         # Hundreds of programs in flight can block each other on CPU devices.
         if i % 8 == 7:
           jax.block_until_ready(sums[-1])
-          self._beat()
+          if self._beat():
+            return None
       nats = math.fsum(float(s) for s in jax.device_get(sums))
-      self._beat()
       domains[held.domain] = nats / math.log(2) / held.n_bytes
       losses[held.domain] = nats / held.n_pairs
       nats_all, bytes_all = nats_all + nats, bytes_all + held.n_bytes

@@ -128,14 +128,16 @@ def variables(state):
 
 
 def with_mean(found, state, evaluator):
-  """An evaluate.Evaluation of the anchor, with that of the replicas' mean.
+  """An evaluate.Evaluation of the anchor, with that of the replicas' mean;
+  None: that one was cut off.
 
   Args:
     found: the Evaluation. state: State. evaluator: evaluate.Evaluator.
   """
   params = state.outer.params
   spread = float(jax.jit(_spread)(params))
-  return found._replace(mean=evaluator(jax.jit(_mean)(params)), spread=spread)
+  mean = evaluator(jax.jit(_mean)(params))
+  return mean and found._replace(mean=mean, spread=spread)
 
 
 def _spread(params):

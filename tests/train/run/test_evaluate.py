@@ -54,6 +54,27 @@ def test_an_evaluation_beats(tiny, corpus):
   assert len(beats) == batches
 
 
+@pytest.mark.parametrize('held, batches', [(0, 0), (8, 8), (20, 24)])
+def test_an_evaluation_ends_between_batches(tiny, corpus, held, batches):
+  """Not at every one: several processes agree on it."""
+  job, done = _job(tiny, corpus, 'data=1'), []
+  one = job.held_out[0]
+
+  class Long:
+    domain, n_bytes, n_pairs = 'sea', one.n_bytes, one.n_pairs
+    __len__ = lambda self: 99
+    batch_at = lambda self, i, lo, hi: one.batch_at(0, lo, hi)
+
+  def run(params, batch):
+    done.append(1)
+    return jnp.ones(())
+
+  beat = lambda: len(done) >= held
+  with job.context():
+    found = evaluate.Evaluator(job, None, [Long()], run, beat)(None)
+  assert found is None and len(done) == batches
+
+
 def _evaluate(job, params):
   with job.context():
     made = step_lib.make(job.built, job.optimizer, 1.0)

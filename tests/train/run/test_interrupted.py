@@ -104,6 +104,28 @@ def test_in_the_evaluation(tiny, whole, tmp_path, monkeypatch):
   assert support.fingerprints(tmp_path, 6) == support.fingerprints(whole, 6)
 
 
+def test_in_an_evaluation_on_the_way(tiny, whole, tmp_path, monkeypatch):
+  """Its step is saved, the evaluation is of the next start, or the one after:
+  no step waits for it."""
+  fields = {'train.eval_every': 3, 'checkpoint.every': 100}
+  called, ends = evaluate.Evaluator.__call__, []
+  with monkeypatch.context() as patch:
+    patch.setattr(evaluate.Evaluator, '__call__', _pressed(called))
+    for _ in range(2):
+      result, said = tiny.run(tmp_path, fields, MESH)
+      ends.append((result['stopped'], result['step'], said[-1]))
+      assert result['evaluation'] is None
+      assert not any(line.startswith('held-out') for line in said)
+  text = 'stopped by SIGINT after step 3, saved 3'
+  assert ends == [('SIGINT', 3, text)] * 2
+  assert not any('eval/loss' in row for row in metrics.read(tmp_path).values())
+  result, said = tiny.run(tmp_path, fields, MESH)
+  assert sum(line.startswith('held-out') for line in said) == 1
+  rows = metrics.read(tmp_path)
+  assert [s for s in rows if 'eval/loss' in rows[s]] == [3, 6]
+  assert support.fingerprints(tmp_path, 6) == support.fingerprints(whole, 6)
+
+
 @pytest.mark.fault(36)
 def test_tokens_that_change_under_a_run(tiny, tmp_path):
   """Ends with 14 and says where; the next start builds the cache again."""
