@@ -29,6 +29,7 @@ from paraxis.configs.base import plain_files
 FILE = 'metrics.jsonl'
 BACK = 'run/back'  # the run went back to this step, whose row it is
 WANDB_ID = 'wandb_id'
+FLUSH_SECONDS = 10  # after which a row of TensorBoard is on the disk
 CURVES = 'train/', 'eval/', 'perf/'  # of which every value is one number
 
 
@@ -104,7 +105,7 @@ class Writers(contextlib.AbstractContextManager):
   """Writes rows of numbers to every logger that the configuration asks for.
 
   Lists go to the file alone. Rows that do not fit on a full disk are written
-  when there is room again.
+  when there is room again; those of TensorBoard are lost.
   """
 
   def __init__(self, workdir, train, config, about='', say=print):
@@ -126,7 +127,8 @@ class Writers(contextlib.AbstractContextManager):
       self._unwritten = b'\n'  # a kill cut the last line short
     if train.tensorboard:
       board = importlib.import_module('tensorboardX')
-      self._board = board.SummaryWriter(workdir)
+      self._board = board.SummaryWriter(workdir, flush_secs=FLUSH_SECONDS)
+      _guard(self._board, say)
       self._board.add_text('run', f'<pre>{about}</pre>')
       self._board.add_text('config', f'<pre>{schema.to_json(config)}</pre>')
       self._board.add_text('source', f'<pre>{json.dumps(source())}</pre>')
@@ -159,10 +161,13 @@ class Writers(contextlib.AbstractContextManager):
   def back(self, step):
     """The run continues after `step`: rows of later ones no longer count.
 
-    Nothing is written where there are none.
+    Nothing is written into the file where there are none; TensorBoard may have
+    rows of a start that was killed, which the file lacks or not.
     """
     if self._file is None:
       return
+    if self._board:
+      _purge(self._board, step + 1)
     later = any(at > step for at in read(self._workdir))
     if later or self._unwritten.strip():
       self._append(step, {BACK: int(step)})
@@ -198,6 +203,40 @@ class Writers(contextlib.AbstractContextManager):
       self._wandb.finish()
 
 
+def _guard(board, say):
+  """The first error of a tensorboardX.SummaryWriter's disk ends its rows, and
+  nothing else: it is said.
+
+  Without it the thread that writes dies, and `add_scalar` waits for ever once
+  the queue is full. Nothing follows a record that was cut short: it could not
+  be read.
+  """
+  events, ended = board.file_writer.event_writer._ev_writer, []
+
+  def guarded(call, always=False):
+    def run(*given):
+      try:
+        if always or not ended:
+          call(*given)
+      except OSError as e:
+        if not ended:
+          say(f'TensorBoard gets no more rows ({e.strerror}): {FILE} has all')
+        ended.append(e)
+
+    return run
+
+  events.write_event = guarded(events.write_event)
+  events.flush = guarded(events.flush)
+  events.close = guarded(events.close, always=True)
+
+
+def _purge(board, step):
+  """What TensorBoard has of a step and later ones no longer counts."""
+  pb = importlib.import_module('tensorboardX.proto.event_pb2')
+  log = pb.SessionLog(status=pb.SessionLog.START)
+  board.file_writer.add_event(pb.Event(step=step, session_log=log))
+
+
 def source():
   """{'commit', 'changed files'} of the checkout that runs; {}: it is none."""
   root = pathlib.Path(__file__).resolve().parents[2]
@@ -226,9 +265,12 @@ def digest():
 def _wandb_id(workdir):
   """The same for every start of a run, so that W&B continues it."""
   path = pathlib.Path(workdir) / WANDB_ID
-  if not path.exists():
-    path.write_text(uuid.uuid4().hex[:12], encoding='utf-8')
-  return path.read_text(encoding='utf-8').strip()
+  known = path.read_text(encoding='utf-8').strip() if path.exists() else ''
+  if not known:  # a full disk left it empty
+    known, part = uuid.uuid4().hex[:12], path.with_suffix('.tmp')
+    part.write_text(known, encoding='utf-8')
+    os.replace(part, path)
+  return known
 
 
 def _clock(seconds):

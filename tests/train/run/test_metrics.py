@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import struct
 import subprocess
 import sys
 import textwrap
@@ -139,6 +140,60 @@ def test_a_full_disk_ends_nothing(tmp_path, later, rows):
   assert metrics.read(tmp_path) == {s: {'a': x} for s, x in found.items()}
 
 
+BOARD = """
+  import resource, sys
+  from paraxis.configs import schema
+  from paraxis.train.run import metrics
+  config, said = schema.Config(train=schema.Train(tensorboard=True)), []
+  resource.setrlimit(resource.RLIMIT_FSIZE, (3000, -1))  # less than the config
+  writers = metrics.Writers(sys.argv[1], config.train, config, say=said.append)
+  with writers:
+    for step in range(1, 41):  # more than its queue holds
+      writers.write(step, {'a': step + 0.5})
+  (line,) = said
+  assert line == (
+    'TensorBoard gets no more rows (File too large): metrics.jsonl has all'
+  )
+"""
+
+
+@pytest.mark.fault(15)
+def test_a_full_disk_of_tensorboard_ends_nothing(tmp_path):
+  """Nor does it hold the run up."""
+  command = [sys.executable, '-c', textwrap.dedent(BOARD), str(tmp_path)]
+  subprocess.run(command, check=True, timeout=100)
+  assert list(metrics.read(tmp_path)) == list(range(1, 41))
+
+
+def _board(folder):
+  """[(step, name of a number, or 'purge')] in the order of the events."""
+  event_pb2, found = pytest.importorskip('tensorboardX.proto.event_pb2'), []
+  for path in sorted(folder.glob('events.*')):
+    content = path.read_bytes()
+    while content:
+      (size,) = struct.unpack('Q', content[:8])  # and its checksum, 4 bytes
+      event = event_pb2.Event.FromString(content[12 : 12 + size])
+      content = content[16 + size :]
+      if event.session_log.status == event_pb2.SessionLog.START:
+        found.append((event.step, 'purge'))
+      found += [(event.step, v.tag) for v in event.summary.value]
+  return [(step, name) for step, name in found if '/' not in name]
+
+
+def test_tensorboard_counts_no_step_twice(tmp_path, monkeypatch):
+  """As its readers see it: what a purge follows is left out from there on."""
+  monkeypatch.setattr(metrics, 'FLUSH_SECONDS', 0)
+  config = schema.Config(train=schema.Train(tensorboard=True))
+  with metrics.Writers(tmp_path, config.train, config) as writers:
+    writers.back(4)  # a resumed run
+    for step in (5, 6, 7):
+      writers.write(step, {'a': 1.0})
+    writers.back(5)  # a loss spike
+    writers.write(6, {'a': 2.0})
+    rows = [(5, 'purge'), (5, 'a'), (6, 'a'), (7, 'a'), (6, 'purge'), (6, 'a')]
+    support.until(lambda: _board(tmp_path) == rows)  # a kill loses little
+
+
 def test_another_process_writes_nothing(tmp_path, monkeypatch):
   monkeypatch.setattr(metrics.jax, 'process_index', lambda: 1)
   _write(tmp_path, [(1, {'a': 1.0})])
@@ -166,6 +221,13 @@ def test_wandb_gets_the_config_and_every_row(tmp_path, monkeypatch):
   assert given['project'] == 'sea' and given['dir'] == tmp_path
   assert given['config']['model']['d_model'] == config.model.d_model
   assert rest == [(3, {'a': 1.0}), 'finished']
+
+
+def test_a_name_in_wandb_that_a_full_disk_left_empty(tmp_path):
+  (tmp_path / metrics.WANDB_ID).write_text('')
+  name = metrics._wandb_id(tmp_path)
+  assert len(name) == 12 and metrics._wandb_id(tmp_path) == name
+  assert [p.name for p in tmp_path.iterdir()] == [metrics.WANDB_ID]
 
 
 @pytest.mark.smoke
