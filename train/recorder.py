@@ -151,6 +151,7 @@ class Recorder:
     """
     self.flush()
     self._row()
+    self.writers.sync()
 
   def _row(self):
     if self._unwritten:

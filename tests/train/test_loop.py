@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -510,6 +511,27 @@ def test_a_run_that_skipped_most_steps_fails(tiny):
     check(of(5), '')
   check(of(6), '')
   check(of(5), 'SIGTERM')
+
+
+def test_records_are_on_the_disk_before_a_checkpoint(
+  tiny, tmp_path, monkeypatch
+):
+  """A loss of power would take rows that never come again."""
+  forced, fsync = {}, os.fsync
+
+  def synced(handle):
+    path = pathlib.Path(os.readlink(f'/proc/self/fd/{handle}'))
+    if path.is_file() and path.parent == tmp_path:
+      saved = (tmp_path / 'checkpoints' / '2').exists()
+      forced[path.name] = path.read_text(), saved
+    return fsync(handle)
+
+  monkeypatch.setattr(os, 'fsync', synced)
+  tiny.run(tmp_path, {'train.steps': 2}, 'data=1')
+  rows, saved = forced[metrics.FILE]
+  assert rows.count('train/loss') == 2 and not saved
+  config = (tmp_path / 'config.json').read_text()
+  assert forced['config.json.tmp'] == (config, False)
 
 
 @pytest.mark.fault(13)

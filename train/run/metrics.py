@@ -172,6 +172,13 @@ class Writers(contextlib.AbstractContextManager):
     if later or self._unwritten.strip():
       self._append(step, {BACK: int(step)})
 
+  def sync(self):
+    """Forces rows to the disk before a checkpoint, after which they never come
+    again; on a full one they wait."""
+    if self._file is not None:
+      with contextlib.suppress(OSError):
+        os.fsync(self._file)
+
   def _append(self, step, row):
     self._unwritten += json.dumps({'step': int(step)} | row).encode() + b'\n'
     self._write()

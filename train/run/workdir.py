@@ -78,8 +78,7 @@ def prepare(workdir):
   """Creates the folder -> absolute path.
 
   Raises:
-    UserError: it cannot be written, or has a model whose files, config.json and
-      those of its tokenizer, a run would replace.
+    UserError: it cannot be written, or has a model, which a run would replace.
   """
   path = resolve(workdir)
   if _is_model(path / CONFIG):
@@ -297,8 +296,7 @@ def check_config(path, config, say, laid_out=True):
 
 
 def _check_records(path):
-  """IntegrityError: what a run appends to is no file, its checkpoints are
-  missing."""
+  """IntegrityError: a record is no file, or the checkpoints are missing."""
   for name in remains.RECORDS:
     try:
       plain_files.check(path / name)
@@ -397,4 +395,6 @@ def write_config(path, config):
   opened = plain_files.open_descriptor(temporary, new, follow=False)
   with open(opened, 'w', encoding='utf-8') as file:
     file.write(schema.to_json(config))
+    file.flush()
+    os.fsync(file.fileno())  # a loss of power leaves the old one or the new one
   os.replace(temporary, path / CONFIG)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -192,6 +193,16 @@ def test_tensorboard_counts_no_step_twice(tmp_path, monkeypatch):
     writers.write(6, {'a': 2.0})
     rows = [(5, 'purge'), (5, 'a'), (6, 'a'), (7, 'a'), (6, 'purge'), (6, 'a')]
     support.until(lambda: _board(tmp_path) == rows)  # a kill loses little
+
+
+def test_a_checkpoint_does_not_wait_for_room(tmp_path, monkeypatch):
+  def full(handle):
+    raise OSError(28, 'No space left on device')
+
+  config = schema.Config()
+  with metrics.Writers(tmp_path, config.train, config) as writers:
+    monkeypatch.setattr(os, 'fsync', full)
+    writers.sync()
 
 
 def test_another_process_writes_nothing(tmp_path, monkeypatch):
