@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import fingerprint
 
 HOST = 'pinned_host'
@@ -108,6 +109,24 @@ def _ask(tree, copied, mesh=None):
   with jax.set_mesh(mesh) if known else contextlib.nullcontext():
     words = fingerprint.Words(tree)  # first: copies may wait for memory
     return (to_host(tree) if copied else tree), words
+
+
+def check(most: int, tree: Mapping[str, Any]) -> None:
+  """UserError if one snapshot takes more host memory than there is.
+
+  most: checkpoint.host_bytes.
+  """
+  taken, there = host_bytes(tree), machine_bytes()
+  if 0 < most < taken:
+    raise errors.UserError(
+      f'checkpoint.host_bytes={most} is less than one snapshot of the state, '
+      f'{taken} bytes: give at least that, or 0.'
+    )
+  if there and taken > there:
+    raise errors.UserError(
+      f'one snapshot of the state takes {taken} bytes of host memory, and the '
+      f'machine has {there}: more processes hold less each.'
+    )
 
 
 def machine_bytes() -> int:

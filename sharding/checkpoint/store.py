@@ -56,6 +56,11 @@ class _Snapshot(NamedTuple):
   meta: Any  # dict, or a function that gives it
 
 
+def _of_first(name, steps):
+  """Steps as process 0 sees them; others may see the folder as it was (NFS)."""
+  return json.loads(meeting.gather(name, json.dumps(steps))[0])
+
+
 class Store:
   """The checkpoints of one run; a context manager, which closes it.
 
@@ -140,22 +145,11 @@ class Store:
     tree: {path: array or jax.ShapeDtypeStruct with its sharding}.
     every: for as many steps as are kept, and one, less those that are there.
     """
-    size, taken = fingerprint.nbytes(tree), snapshot.host_bytes(tree)
-    if 0 < self.options.host_bytes < taken:
-      raise errors.UserError(
-        f'checkpoint.host_bytes={self.options.host_bytes} is less than one '
-        f'snapshot of the state, {taken} bytes: give at least that, or 0.'
-      )
-    most = snapshot.machine_bytes()
-    if most and taken > most:
-      raise errors.UserError(
-        f'one snapshot of the state takes {taken} bytes of host memory, and '
-        f'the machine has {most}: more processes hold less each.'
-      )
+    snapshot.check(self.options.host_bytes, tree)
     chunks.check(self.options.chunk_bytes, tree)
     keep = self.options.keep
     more = max(0, keep - len(folders.steps(self.directory))) if every else 0
-    self._writer.room(size, more)
+    self._writer.room(fingerprint.nbytes(tree), more)
 
   def save(self, step: int, tree: Saved, axes: Mapping, meta: Any) -> None:
     """`begin` and `barrier`: then `tree` may be donated.
@@ -199,11 +193,10 @@ class Store:
       self._writer.drain()
 
   def before(self, step: int) -> list[int]:
-    """Steps below one that are kept, as process 0 sees them: it deletes older
-    ones, and another host may see the folder as it was (NFS)."""
+    """Steps below one that are kept; process 0 deletes older ones."""
     self.drain()
     found = [s for s in self.steps() if s < step] if self._first else []
-    return json.loads(meeting.gather('older steps seen', json.dumps(found))[0])
+    return _of_first('older steps seen', found)
 
   def drop(self, step: int) -> None:
     """Deletes the steps after one: the run left the path that they are of."""
@@ -322,6 +315,9 @@ class Store:
       elif odd:
         problem = f'replicas of it differ: {odd[0].text()}'
     if problem:
+      if not self._folder(step).exists():
+        text = f'{self._folder(step)} was deleted while it was read'
+        raise errors.UserError(f'{text}: read a newer one.')
       self._writer.bad.add(step)
       raise manifest_lib.damaged(self._folder(step), problem)
     self._writer.verified.add(step)
@@ -374,20 +370,24 @@ class Store:
     """
     self.drain()
     meeting.meet('restore')  # process 0 may be deleting an old step
-    # Of process 0: another may not see the newest of a shared folder yet.
-    found = json.dumps(folders.steps(self.directory))
-    candidates = json.loads(meeting.gather('steps seen', found)[0])
-    for step in candidates:
+    listed, tried = lambda: folders.steps(self.directory), []
+    while left := set(_of_first('steps seen', listed())) - set(tried):
+      step = max(left)
       try:
         like_ = self._alike(step, 'leaves', like) if callable(like) else like
         return step, *self.restore(step, like_, under)
-      except errors.IntegrityError as e:
-        self._say(f'{e} Trying an older one.')
-    if not candidates:
+      except (errors.UserError, errors.IntegrityError) as e:
+        # Another program, which trains here, may have deleted it meanwhile.
+        kept = meeting.agree('step there', self._folder(step).exists())
+        if kept and isinstance(e, errors.UserError):
+          raise
+        self._say(f'{e} Trying {"an older" if kept else "another"} one.')
+        tried.append(step)
+    if not tried:
       return None
     raise errors.IntegrityError(
-      f'all {len(candidates)} checkpoints in {self.directory} are damaged '
-      f'(steps {", ".join(map(str, candidates[:10]))}). Bring back a copy, or '
+      f'all {len(tried)} checkpoints in {self.directory} are damaged '
+      f'(steps {", ".join(map(str, tried[:10]))}). Bring back a copy, or '
       'move the directory away to start from scratch.'
     )
 

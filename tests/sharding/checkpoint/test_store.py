@@ -306,6 +306,28 @@ def test_reads_given_up_say_nothing_however_late(
   assert len(heard) == 2 and len(caplog.records) == 1
 
 
+def test_a_step_that_is_deleted_while_it_is_read(two, said, monkeypatch):
+  """By the run that trains here: no damage, and a newer one is there."""
+  read, newest = saved_arrays.read, [3]
+
+  def pruned(folder, wanted):
+    if newest and folder.name == str(newest[0] - 1):
+      step, one = newest.pop(), store.Options(keep=1)
+      with store.Store(two, one, say=lambda line: None) as s:
+        s.save(step, jax.device_put(host(step), LAYOUT), AXES, {})
+    return read(folder, wanted)
+
+  monkeypatch.setattr(saved_arrays, 'read', pruned)
+  with store.Store(two, read_only=True, say=said.append) as s:
+    step, tree, _ = s.restore_latest_good(like_of(LAYOUT))
+    assert step == 3 and same(tree, host(3)) and s.steps() == [3]
+    (line,) = said
+    assert 'ck/2 was deleted while it was read' in line
+    newest.append(4)
+    with pytest.raises(errors.UserError, match='3 was deleted while'):
+      s.restore(3, like_of(LAYOUT))
+
+
 @pytest.mark.fault(21)
 def test_junk_is_no_step(two, said):
   (two / '6').mkdir()
