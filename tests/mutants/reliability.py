@@ -82,8 +82,8 @@ TABLE = [
   Mutation(
     'budget_anew',
     'train/launch/supervisor.py',
-    'self.used, self._step = 0, committed',
-    'self._step = committed',
+    'if found - self._seen:',
+    'if not found:',
     'restarts are counted though steps were committed between',
     _SUPERVISOR + 'test_the_budget_begins_anew_with_a_commit',
   ),

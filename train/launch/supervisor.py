@@ -178,15 +178,18 @@ class Budget:
   """
 
   def __init__(self, restarts, backoff):
-    self.used, self.most, self._backoff, self._step = 0, restarts, backoff, -1
+    self.used, self.most, self._backoff = 0, restarts, backoff
+    self._seen = set()
 
-  def next(self, committed: int) -> float | None:
+  def next(self, found: set) -> float | None:
     """Seconds to wait before a restart; None: no more.
 
-    committed: the newest committed step, -1: none.
+    found: `commits` of the run. Which is the newest does not matter: one that
+      went back from a loss spike commits smaller steps.
     """
-    if committed > self._step:
-      self.used, self._step = 0, committed
+    if found - self._seen:
+      self.used = 0
+    self._seen |= found
     if self.used >= self.most:
       return None
     self.used += 1
@@ -339,7 +342,7 @@ class Supervisor:
     step, saved = last_step(self._workdir, begin), committed(self._workdir)
     when = f' after step {step}' if step >= 0 else ' before its first step'
     text = cause.text(when)
-    seconds = self._budget.next(saved)
+    seconds = self._budget.next(commits(self._workdir))
     used, most = self._budget.used, self._budget.most
     if seconds is None:
       self._say(

@@ -180,15 +180,18 @@ def test_a_gang_that_commits_nothing_is_given_up(gang, capfd):
 
 def test_the_budget_begins_anew_with_a_commit():
   budget = supervisor.Budget(2, 40.0)
-  assert [budget.next(5) for _ in range(3)] == [40.0, 60.0, None]
-  assert [budget.next(6) for _ in range(3)] == [40.0, 60.0, None]
-  assert supervisor.Budget(0, 1.0).next(-1) is None
+  for found in ({(5, 1)}, {(5, 1), (6, 2)}):
+    assert [budget.next(found) for _ in range(3)] == [40.0, 60.0, None]
+  assert budget.next({(6, 2)}) is None  # 5 is pruned: no new one
+  # After a loss spike the run went back, and commits smaller steps.
+  assert [budget.next({(5, 3)}) for _ in range(3)] == [40.0, 60.0, None]
+  assert supervisor.Budget(0, 1.0).next(set()) is None
 
 
 def test_waits_are_bounded_after_any_number_of_restarts():
   budget = supervisor.Budget(2000, 2.0)
-  assert {budget.next(-1) for _ in range(2000)} == {2, 4, 8, 16, 32, 60}
-  assert budget.next(-1) is None
+  assert {budget.next(set()) for _ in range(2000)} == {2, 4, 8, 16, 32, 60}
+  assert budget.next(set()) is None
 
 
 _SAVES = """
