@@ -17,7 +17,6 @@ import datetime
 import json
 import os
 import pathlib
-import shutil
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -177,19 +176,12 @@ class Session:
 
   def read(self):
     """Reports of the file."""
-    if not self.path or not self.path.exists():
-      return []
-    try:
-      return from_json(self.path.read_text('utf-8'))
-    except (ValueError, TypeError, KeyError, OSError) as e:
-      raise errors.UserError(
-        f'{self.path} holds no reports of paraxis bench: {e}.'
-      ) from e
+    return _reports(self.path)
 
   def keep(self, report):
     """Writes the report into the file, at once or not at all."""
     self._kept, self._asked = copy.deepcopy(report), 0
-    self._write(self._kept)
+    _put(self.path, self._kept)
 
   def begun(self, report):
     """What `report` has is what its next rounds are kept with."""
@@ -208,16 +200,9 @@ class Session:
     def keep(times):
       self._kept.cut[key] = copy.deepcopy(times)
       self._kept.measured_today()
-      self._write(self._kept)
+      _put(self.path, self._kept)
 
     return copy.deepcopy(self._kept.cut.get(key, {})), keep
-
-  def _write(self, report):
-    if self.path:
-      others = [r for r in self.read() if r.name != report.name]
-      part = self.path.with_name(f'{self.path.name}.part')
-      part.write_text(to_json([*others, report]), encoding='utf-8')
-      os.replace(part, self.path)
 
   def show(self, report):
     """Prints the rows and checks that it has not printed yet."""
@@ -231,14 +216,12 @@ class Session:
 
     One of another is kept beside the file, as FILE.before, and measured anew.
     """
-    if not self.resume or not self.path:
-      return None
-    for old in self.read():
+    for old in self.read() if self.resume else ():
       fields = 'setup', 'clock', 'facts'
       differ = [f for f in fields if getattr(old, f) != getattr(new, f)]
       if old.name == new.name and differ:
         before = self.path.with_name(f'{self.path.name}.before')
-        shutil.copy(self.path, before)
+        _put(before, old)  # beside those of benches that came before it
         facts = [n for n, x in new.facts.items() if old.facts.get(n) != x]
         what = [f for f in differ if f != 'facts'] + facts
         self.say(
@@ -249,6 +232,25 @@ class Session:
         self.say(f'{new.name}: kept {", ".join(old.parts) or "nothing"}')
         return old
     return None
+
+
+def _reports(path):
+  """Reports of a file, if there is one."""
+  try:
+    return from_json(path.read_text('utf-8')) if path and path.exists() else []
+  except (ValueError, TypeError, KeyError, OSError) as e:
+    text = f'{path} holds no reports of paraxis bench: {e}.'
+    raise errors.UserError(text) from e
+
+
+def _put(path, report):
+  """Replaces the report of its name in a file, if any, whole or not at all."""
+  if not path:
+    return
+  others = [r for r in _reports(path) if r.name != report.name]
+  part = path.with_name(f'{path.name}.part')
+  part.write_text(to_json([*others, report]), encoding='utf-8')
+  os.replace(part, path)
 
 
 _SESSION = Session()

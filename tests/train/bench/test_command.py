@@ -283,6 +283,19 @@ def test_rows_of_other_sizes_or_versions_are_measured_anew(other, tmp_path):
   assert before.complete and before.facts == FACTS
 
 
+def test_what_is_measured_anew_is_kept_of_every_bench(tmp_path):
+  path, old = tmp_path / 'kept.json', _report()
+  path.write_text(measure.to_json([old]))
+  _series([], FACTS, path=path, resume=True, say=SILENT)
+  newer = dict(facts=FACTS | dict(jax='2'), path=path, resume=True, say=SILENT)
+  _series([], **newer)
+  with measure.session(**newer) as session:
+    measure.begin(old.name, old.setup, old.clock, old.judged).finish()
+    assert {r.facts['jax'] for r in session.read()} == {'2'}
+  before = measure.from_json((tmp_path / 'kept.json.before').read_text())
+  assert {r.name: r.facts for r in before} == {'x': FACTS, old.name: {}}
+
+
 def test_a_file_keeps_the_other_benches(tmp_path):
   path = tmp_path / 'kept.json'
   path.write_text(measure.to_json([_report()]))
