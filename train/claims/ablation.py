@@ -50,6 +50,7 @@ from paraxis.train.data import corpus
 from paraxis.train.data import files
 
 RECORD = 'training.json'
+PART = f'{RECORD}.tmp'  # all that a full disk leaves of the first one
 LIMIT = 1800  # CPU-seconds of a training, beyond which it shows a direction
 ERRORS = 2  # standard errors at which a difference counts
 VERSIONS = ('jax', 'jaxlib', 'optax', 'paraxis')
@@ -147,7 +148,7 @@ class Training:
     )  # fmt: skip
     if (folder / RECORD).exists():
       self._resume()
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and {p.name for p in folder.iterdir()} - {PART}:
       raise errors.UserError(
         f'{folder} holds files, but no {RECORD}: it is no training of a claim. '
         'Take another --workdir, or remove it.'
@@ -171,7 +172,7 @@ class Training:
   def save(self):
     """Writes the record."""
     self.folder.mkdir(parents=True, exist_ok=True)
-    temporary = self.folder / f'{RECORD}.tmp'
+    temporary = self.folder / PART
     temporary.write_text(json.dumps(self.record, indent=1), encoding='utf-8')
     os.replace(temporary, self.folder / RECORD)
 
@@ -213,10 +214,8 @@ class Training:
 
 def by_loop(config, folder, say, make_step=step_lib.make) -> dict:
   """Trains by loop.run -> {'bits_per_byte': of held-out text}."""
-  devices = experiment.devices_of(config)
-  found = claims.finish(
-    config, folder, say, make_step=make_step, devices=devices
-  )
+  how = dict(make_step=make_step, devices=experiment.devices_of(config))
+  found = claims.finish(config, folder, say, **how)
   return {'bits_per_byte': found.bits_per_byte}
 
 
@@ -242,8 +241,7 @@ def trained(
     for name, config in variants.items():
       config = experiment.fields(config, {'train.seed': seed})
       label = re.sub(r'[^\w.+-]+', '_', f'{name}-{seed}')
-      parts = key(config, mechanism, task)
-      one = _training(run, config, label, parts)
+      one = _training(run, config, label, key(config, mechanism, task))
       kept = one.record['finished']
       run.say(f'{label}: {"kept" if kept else "training"}')
       one.finish(learn, run.say)
@@ -259,7 +257,10 @@ def _training(run, config, label, parts):
     if not (run.fresh and (folder / RECORD).exists()):
       raise
   run.say(f'{folder} is removed')
-  shutil.rmtree(folder)
+  removed = folder.with_name(f'.removed-{label}')
+  shutil.rmtree(removed, ignore_errors=True)  # what a kill left of an earlier
+  folder.rename(removed)  # at once: half a training would have no record
+  shutil.rmtree(removed)
   return Training(config, folder, parts)
 
 
@@ -273,8 +274,7 @@ def numbers(trainings: dict, name: str) -> dict:
 
 def cpu_seconds(trainings: dict) -> float:
   """CPU-seconds of the longest training."""
-  rows = trainings.values()
-  return max(t.record['cpu_seconds'] for row in rows for t in row)
+  return max(t.record['cpu_seconds'] for r in trainings.values() for t in r)
 
 
 class Finding(NamedTuple):

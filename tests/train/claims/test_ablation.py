@@ -258,6 +258,38 @@ def test_only_trainings_are_removed(run):
   assert (folder / 'mine.txt').exists()
 
 
+def test_what_a_full_disk_left_is_no_obstacle(run, monkeypatch):
+  def full(old, new):
+    raise OSError(28, 'No space left on device')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(ablation.os, 'replace', full)
+    with pytest.raises(OSError, match='No space'):
+      _train(run, Learner())
+  assert [p.name for p in run.results.rglob('*.*')] == ['training.json.tmp']
+  _train(run, learn := Learner())
+  assert len(learn.seen) == 4
+
+
+def test_a_removal_that_is_cut_short_is_no_obstacle(run, monkeypatch):
+  def cut(path, ignore_errors=False):
+    if path.exists():
+      (path / ablation.RECORD).unlink()  # first, and then the process is killed
+      raise KeyboardInterrupt
+
+  _train(run, Learner(), seeds=[0])
+  (run.results / 'the_old-0' / 'checkpoint').write_text('long')
+  run.fresh = True
+  with monkeypatch.context() as patch:
+    patch.setattr(ablation.shutil, 'rmtree', cut)
+    with pytest.raises(KeyboardInterrupt):
+      _train(run, Learner(), steps=6, seeds=[0])
+  _train(run, learn := Learner(), steps=6, seeds=[0])
+  assert len(learn.seen) == 2
+  _train(run, Learner(), steps=7, seeds=[0])  # which removes what was left
+  assert {p.name for p in run.results.iterdir()} == {'the_old-0', 'new-0'}
+
+
 def test_a_training_that_was_stopped_goes_on(run):
   def stop(config, folder, say):
     (folder / 'checkpoint').write_text('half')
