@@ -220,7 +220,7 @@ class Session:
       fields = 'setup', 'clock', 'facts'
       differ = [f for f in fields if getattr(old, f) != getattr(new, f)]
       if old.name == new.name and differ:
-        before = self.path.with_name(f'{self.path.name}.before')
+        before = pathlib.Path(f'{self.path}.before')
         _put(before, old)  # beside those of benches that came before it
         facts = [n for n, x in new.facts.items() if old.facts.get(n) != x]
         what = [f for f in differ if f != 'facts'] + facts
