@@ -69,8 +69,8 @@ def fewer_passes(
 ):  # fmt: skip
   """LEARN: passes of one by one, as few as are right as often, over ours.
 
-  Those that read a prompt make the first token of one by one and are counted
-  there; a wavefront has its first token after them, and they are left out.
+  After the prompt on both sides: reading it makes the first token of one by
+  one, and none of a wavefront. The ratio with it is told, not judged.
 
   Args:
     task: fields of tasks.Addition. fields: of the training. wavefront: fields
@@ -82,6 +82,7 @@ def fewer_passes(
   given = {PASSES: each[-1]} | fields
   found, seconds = on_tasks.trained(run, task, given, seeds)
   ratios, losses, wrong, points = [], [], [], []
+  tokens = task.digits + 1
   for (config, params, _), seed in zip(found, seeds, strict=True):
     asked, answers = _sums(task, rows, seed)
     curve = {}
@@ -95,14 +96,14 @@ def fewer_passes(
       made, asked, answers, method='wavefront', wavefront=wavefront
     )
     passes = calls * wavefront['inner']
-    tokens = task.digits + 1
-    ratios.append(enough * tokens / passes)
+    ratios.append(enough * (tokens - 1) / passes)
     losses.append(best - right)
     wrong.append(1 - best)
-    points.append((curve, passes / tokens, right, enough))
-  path = _draw(points, run)
+    points.append((curve, passes, right, enough))
+  path = _draw(points, tokens, run)
   run.say(f'wrote {path}')
-  full = [each[-1] / ours for _, ours, *_ in points]
+  full = [each[-1] * (tokens - 1) / ours for _, ours, *_ in points]
+  read = [enough * tokens / (ours + each[-1]) for _, ours, _, enough in points]
   return ablation.outcome(
     run,
     {'fewer passes': ratios, 'right sums lost': losses},
@@ -114,14 +115,14 @@ def fewer_passes(
       ablation.at_most('right sums lost', losses, lost, seconds),
       ablation.at_most('wrong one by one', wrong, 0.1, seconds),
     ],
-    'fewest passes of one by one over ours',
+    'fewest passes of one by one over ours, after the prompt',
     f'{task.about}, {rows} of a seed, greedy; one by one needs '
-    f'{", ".join(str(enough) for *_, enough in points)} passes a token to lose '
-    f'at most {lost:.0%}, ours has '
-    f'{", ".join(f"{ours:.2f}" for _, ours, *_ in points)}, without the '
-    f'{each[-1]} that read a prompt (one by one: those of its first token); '
-    'over the '
-    f'{each[-1]} of training: {np.mean(full):.1f} times fewer',
+    f'{", ".join(str(enough) for *_, enough in points)} passes for each of '
+    f'{tokens - 1} tokens to lose at most {lost:.0%}, ours has '
+    f'{", ".join(f"{ours:.2f}" for _, ours, *_ in points)} for all {tokens}; '
+    f'with those that read the prompt, {each[-1]} of ours: '
+    f'{np.mean(read):.2f} times fewer; over the {each[-1]} of training: '
+    f'{np.mean(full):.1f} times fewer',
     seconds,
   )  # fmt: skip
 
@@ -143,17 +144,17 @@ def _right(made, asked, answers, **how):
   return np.mean(right), np.mean([r['calls'] for r in found])
 
 
-def _draw(points, run):
-  """Right sums over passes a token -> path of the PNG."""
+def _draw(points, tokens, run):
+  """Right sums over passes a text, of so many tokens -> path of the PNG."""
   curves = {}
   for n, (curve, ours, right, _) in enumerate(points):
     name = f', seed {n}'
-    one = sorted((passes, 100 * share) for passes, share in curve.items())
+    one = sorted((n * (tokens - 1), 100 * x) for n, x in curve.items())
     curves[f'one by one{name}'] = np.array(one).T
     curves[f'wavefront{name}'] = np.array([[ours], [100 * right]])
   fig, _ = figures.lines(
     curves,
-    'passes over the core a token, one after the other',
+    'passes over the core a text, one after the other, after the prompt',
     'right sums (%)',
   )
   path = pathlib.Path(workdir_lib.prepare(run.results)) / 'passes.png'

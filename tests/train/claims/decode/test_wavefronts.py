@@ -52,8 +52,14 @@ def test_passes_are_counted(tmp_path, width):
     each=[1, 2, 4], bounds=[3.0, 0.01],
   )  # fmt: skip
   assert found.passed is False
-  assert 'needs 1 passes a token' in found.caveat
-  ours = float(found.caveat.partition('ours has ')[2].partition(',')[0])
-  assert 'without the 4 that read a prompt' in found.caveat
+  assert 'needs 1 passes for each of 2 tokens' in found.caveat
+  ours = float(
+    found.caveat.partition('ours has ')[2].partition(' for all 3')[0]
+  )
   # 3 tokens of 4 passes each where one comes after the other.
-  assert ours == 4 if width == 1 else 5 / 3 <= ours < 4
+  assert ours == 12 if width == 1 else 5 <= ours < 12
+  # One by one has 2 tokens left after the prompt; with it 3, and ours 4 more.
+  off = float(found.measured.partition(' ')[0].strip(','))
+  assert off == pytest.approx(2 / ours - 3, abs=1e-2)
+  with_it = found.caveat.partition('prompt, 4 of ours: ')[2].partition(' ')[0]
+  assert float(with_it) == pytest.approx(3 / (ours + 4), abs=1e-2)
