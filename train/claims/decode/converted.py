@@ -14,7 +14,8 @@ from paraxis.train.claims import tasks
 
 def fewer_calls(run, *, on, blocks, policy, operations, bounds, lists_of):
   """LEARN: calls of an autoregressive model over those of the one that it was
-  converted to (Fast-dLLM v2, arXiv:2509.26328, section 3.2).
+  converted to (Fast-dLLM v2, arXiv:2509.26328, section 3.2): those that draw
+  tokens, so that a prompt's reading counts where it draws the first one.
 
   Args:
     on: dict(task, fields, seeds): fields of lists.Lists, {'section.field':
@@ -89,5 +90,5 @@ def _asked(one, task, operations, n, policy, rows, seed):
     every = on_lists.answered(made, task, asked, n, policy, temperature=0.0)
     for (_, items), r in zip(asked, every, strict=True):
       right.append(lists.is_right(task, operation, items, r['tokens']))
-      calls.append(r['calls'])
+      calls.append(r['calls'] + (policy is None))
   return np.mean(right), np.mean(calls)
