@@ -28,6 +28,11 @@ def on_real_text(run, *, method, draft, prompts, domains, at_least):
       []: all.
     at_least: tokens a call, greedy, of one by one's texts but for `TIES`.
   """
+  return _on_real_text(run, method, draft, prompts, domains, at_least)[0]
+
+
+def _on_real_text(run, method, draft, prompts, domains, at_least):
+  """(what `on_real_text` finds, its tokens a call before they are rounded)."""
   (rows, length, new), given, about = prompts, dict(method), None
   if draft:
     kind = methods.FILES[method['method']]
@@ -49,10 +54,11 @@ def on_real_text(run, *, method, draft, prompts, domains, at_least):
   if about:
     text += f'; {size:,} trained parameters, first choices right: '
     text += ' '.join(f'{a[0]:.2f}' for a in about.accuracy)
-  return claims.Outcome(
+  found = claims.Outcome(
     f'>= {at_least:.2f} tokens a call', f'{mean:.2f}', text,
     bool(mean >= at_least and same >= len(ids) - len(ids) // TIES),
   )  # fmt: skip
+  return found, mean
 
 
 def by_few_numbers(
@@ -64,17 +70,14 @@ def by_few_numbers(
     method, draft, prompts, domains, at_least: as there; domains: [].
     share_at_most: trained parameters over the model's.
   """
-  found = on_real_text(
-    run, method=method, draft=draft, prompts=prompts, domains=domains,
-    at_least=at_least,
-  )  # fmt: skip
+  found, mean = _on_real_text(run, method, draft, prompts, domains, at_least)
   kind = methods.FILES[method['method']]
   share = real_model.trained(run, kind, draft)[2] / real_model.parameters()
   begun, *_ = real_model.greedy(
     run, method=method, draft=draft | dict(rate=0.0, steps=1), prompts=prompts,
     name=f'{kind}-begun',
   )  # fmt: skip
-  fits = share <= share_at_most and float(found.measured) > begun
+  fits = share <= share_at_most and mean > begun
   return claims.Outcome(
     f'{found.expected}, <= {share_at_most:.3%} of the parameters, more than '
     'untrained',

@@ -106,6 +106,14 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
   with monkeypatch.context() as patched:
     patched.setattr(real_model, 'greedy', lambda run, **how: (1.9, [], []))
     assert few(0.01).passed and not few(0.0099).passed
+  # 5 tokens in 3 calls, which are 1.67 once rounded, are not more than 5 / 3.
+  rounded = given | dict(prompts=[5, 16, 6], at_least=1.5, share_at_most=1.0)
+  for begun, passed in ((5 / 3, False), (1.666, True)):
+    with monkeypatch.context() as patched:
+      own = lambda run, begun=begun, **how: (begun, [], [])
+      patched.setattr(real_model, 'greedy', own)
+      found = tokens_a_call.by_few_numbers(run, **rounded)
+    assert found.measured.startswith('1.67, ') and found.passed == passed
   more = given | dict(draft=draft | dict(steps=8))
   tokens_a_call.on_real_text(run, **more)
   assert len(trained) == 2 and any(made.drafts)
