@@ -48,7 +48,7 @@ def ceilings(run, *, task, fields, policies, shown, lists_of, learned, seeds):
   """
   task, (sizes, rows) = tasks.make('lists', **task), lists_of
   models, seconds = on_lists.models(run, task, fields, seeds)
-  found, above = {}, []
+  found, above, most = {}, [], -np.inf
   for name, policy in policies.items():
     for operation in task.operations:
       every = []
@@ -60,10 +60,13 @@ def ceilings(run, *, task, fields, policies, shown, lists_of, learned, seeds):
             made, task, operation, n, policy, rows, seed
           )
         ]
-        errors = judged(drawn)[2]
-        if errors > ERRORS and name not in shown:
-          above.append(f'{name}, {operation} of {n}: {errors:.1f}')
         every += drawn
+        if name in shown:
+          continue
+        errors = judged(drawn)[2]
+        most = max(most, errors)
+        if errors > ERRORS:
+          above.append(f'{name}, {operation} of {n}: {errors:.1f}')
       found[name, operation] = judged(every)
   path = _draw(found, policies, run)
   run.say(f'wrote {path}')
@@ -85,9 +88,6 @@ def ceilings(run, *, task, fields, policies, shown, lists_of, learned, seeds):
   for name in shown:
     each = (f'{o} {found[name, o][2]:+.1f}' for o in task.operations)
     caveat += f'; not judged, {name}: {", ".join(each)}'
-  most = max(
-    x[2] for (p, o), x in found.items() if o not in SURE and p not in shown
-  )
   return harness.Outcome(
     f'at most {ERRORS} standard errors above', f'{most:+.1f} at most', caveat,
     ok, seeds=len(seeds),

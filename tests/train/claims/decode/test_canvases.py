@@ -141,6 +141,25 @@ def test_tokens_that_saw_each_other_are_above_their_ceiling(
   assert 'all at once' not in judged.partition('ABOVE')[2] and rest
 
 
+def test_what_is_reported_is_what_is_judged(monkeypatch, tmp_path):
+  """Errors of each size: those of 4 would be less with those of 8 added."""
+  kept = {4: 60, 8: 50}
+
+  def answers(made, task, operation, n, policy, rows, seed=0, temperature=1):
+    del made, task, operation, policy, rows, seed, temperature
+    return [(True, [(0.5, i < kept[n])], 1) for i in range(100)]
+
+  monkeypatch.setattr(on_lists, 'answers', answers)
+  monkeypatch.setattr(on_lists, 'models', lambda *_: ([(None, 1.0)], 9.0))
+  for least, most in ((50, '+2.0'), (40, '+2.0'), (62, '+2.4')):
+    kept[8] = least
+    found = _ceilings(tmp_path, lists_of=[[4, 8], 100])
+    assert found.measured == f'{most} at most' and 'ABOVE' not in found.caveat
+  kept[8] = 70
+  found = _ceilings(tmp_path, lists_of=[[4, 8], 100])
+  assert found.measured == '+4.0 at most' and 'of 8: 4.0' in found.caveat
+
+
 def test_a_model_that_has_not_learned_shows_nothing(tmp_path):
   found = _ceilings(tmp_path)
   assert not found.passed and 'ABOVE' not in found.caveat
