@@ -30,6 +30,7 @@ from paraxis.decode.drafts import heads
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models.mixers import packed
+from paraxis.train.claims.decode import lossless
 
 V = 12
 LOOKUP = dict(method='prompt_lookup', drafts=3)
@@ -411,9 +412,8 @@ def chi_square(method, rows=2000):
     )
     codes = np.array(texts(found)) @ LETTERS ** np.arange(LONG)[::-1]
     counts += np.bincount(codes, minlength=len(p))
-  order = np.argsort(p)
-  few = p[order].cumsum() * SAMPLES < 20  # cells that are too rare, as one
-  group = lambda x: np.append(x[order][~few], x[order][few].sum())
+  cells = lossless.joined(p, SAMPLES)
+  group = lambda x: np.array([x[cell].sum() for cell in cells])
   seen, expected = group(counts), group(p) * SAMPLES
   return ((seen - expected) ** 2 / expected).sum(), len(seen) - 1
 

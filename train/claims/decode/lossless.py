@@ -38,7 +38,7 @@ from paraxis.train.claims import on_tasks
 
 DRAWN = dict(temperature=0.8, top_k=8, seed=3)
 LEAST, MOST = 1e-3, 1e-6  # p of what is right, and of what is wrong
-FEW = 20  # expected texts of a cell, below which cells are joined
+FEW = 20  # expected texts of a cell, at least
 
 
 def _random_draft(made, kind, path):
@@ -213,17 +213,31 @@ def _drawn(made, given, length, samples):
   return counts, 1 - sum(r['calls'] for r in found) / (rows * (length - 1))
 
 
+def joined(p, n):
+  """[indices of a cell]: rare texts joined until `FEW` of n are expected."""
+  cells, full = [], True
+  for i in np.argsort(p):
+    if full:
+      cells.append([])
+    cells[-1].append(i)
+    full = p[cells[-1]].sum() * n >= FEW
+  if not full and len(cells) > 1:
+    rest = cells.pop()
+    cells[-1] += rest
+  return cells
+
+
 def _chi_square(counts, p):
-  """(p of chi-square, the statistic, degrees of freedom); cells are joined
-  until each has `FEW`. What cannot be, and was drawn, is not by chance."""
-  order = np.argsort(p)
-  few = p[order].cumsum() * counts.sum() < FEW
-  group = lambda x: np.append(x[order][~few], x[order][few].sum())
-  seen, expected = group(counts), group(p) * counts.sum()
-  used = expected > 0
-  statistic = ((seen - expected)[used] ** 2 / expected[used]).sum()
-  value = scipy.stats.chi2.sf(statistic, used.sum() - 1)
-  return value * (counts[p == 0].sum() == 0), statistic, used.sum() - 1
+  """(p of chi-square, the statistic, degrees of freedom) of `joined` cells.
+  What cannot be, and was drawn, is not by chance."""
+  n = counts.sum()
+  cells = joined(p, n)
+  seen, expected = (
+    np.array([x[cell].sum() for cell in cells]) for x in (counts, n * p)
+  )
+  statistic = ((seen - expected) ** 2 / expected).sum()
+  value = scipy.stats.chi2.sf(statistic, len(cells) - 1)
+  return value * (counts[p == 0].sum() == 0), statistic, len(cells) - 1
 
 
 def same_distribution(

@@ -75,6 +75,25 @@ def test_a_typical_judge_with_another_threshold_is_seen():
   assert not found.passed, found
 
 
+def test_every_cell_has_enough():
+  p = np.random.default_rng(0).dirichlet(np.full(256, 0.3))
+  for n in (400, 4000, 40_000):
+    cells = lossless.joined(p, n)
+    assert sorted(i for cell in cells for i in cell) == list(range(256))
+    assert min(n * p[cell].sum() for cell in cells) >= lossless.FEW
+  # What is left over is no cell of its own.
+  assert [len(c) for c in lossless.joined(np.full(5, 0.2), 50)] == [2, 3]
+  assert lossless.joined(np.array([0.5, 0.5]), 4) == [[0, 1]]
+  value, statistic, freedom = lossless._chi_square(
+    np.array([25, 5, 20, 50]), np.array([0.1, 0.1, 0.3, 0.5])
+  )
+  assert (round(statistic, 9), freedom) == (
+    round(10**2 / 20 + 10**2 / 30, 9),
+    2,
+  )
+  assert value == pytest.approx(np.exp(-statistic / 2))
+
+
 def test_what_cannot_be_drawn_is_not_by_chance():
   p = np.array([0.5, 0.5, 0.0])
   assert lossless._chi_square(np.array([500, 500, 0]), p)[0] > 0.9
