@@ -1,5 +1,7 @@
 """Claims about drafts that learn together with their model (Medusa-2)."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +29,9 @@ def more_tokens_a_call(
     fields: {'section.field': value} of the model's training. recipe: fields of
       distill.Recipe, of the warm-up. together: fields of joint.Together; alone,
       heads have the steps of both.
-    text: [tokens that all of them learn from, held-out prompts, tokens of each,
-      new tokens]. within: loss of held-out text over what it was.
+    text: [tokens that all of them learn from, but for the last ones, `held` of
+      the recipe, which shape the trees; held-out prompts, tokens of each, new
+      tokens]. within: loss of held-out text over what it was.
     method: fields of schema.Decode.
   """
   config = experiment.fields(run.config, fields)
@@ -39,7 +42,7 @@ def more_tokens_a_call(
     // warm.batch
   )  # fmt: skip
   rows = ablation.trained(run, {'model': config}, seeds)
-  found, kept, same = {BOTH: [], ALONE: []}, [], True
+  found, kept, same, spent = {BOTH: [], ALONE: []}, [], True, []
   for seed, one in zip(seeds, rows['model'], strict=True):
     job, params = one.opened
     made = _generator(job, params)
@@ -50,17 +53,19 @@ def more_tokens_a_call(
     ids = draft.beginnings(
       made.tokenizer, draft.documents(config.data.path, True), *text[1:3]
     )
-    begun, alone = _heads(
-      made, train, [x._replace(seed=seed) for x in (warm, long)], run.say
-    )
+    apart = max(warm.rows, int(len(train) * warm.held))
+    train, shape = np.split(train, [-apart])
+    began = time.process_time()
+    alone, own, tuned = _fitted(
+      made, params, train, [x._replace(seed=seed) for x in (warm, long)],
+      together, run.say,
+    )  # fmt: skip
+    spent.append(time.process_time() - began)
     with build.use(made.built):
-      own, tuned = joint.fit(
-        made.built.model, params, begun, train, together, seed, run.say
-      )
       losses = [_loss(made.built.model, p, held) for p in (params, tuned)]
     kept.append(losses[1] / losses[0])
-    ask = lambda own, name, made=made, held=held, ids=ids, seed=seed: _asked(
-      made, own, held, warm, ids, text[3], method,
+    ask = lambda own, name, made=made, shape=shape, ids=ids, seed=seed: _asked(
+      made, own, shape, warm, ids, text[3], method,
       workdir_lib.prepare(run.results) / f'{name}-{seed}.npz',
     )  # fmt: skip
     mean, equal = ask(alone, 'alone')
@@ -70,7 +75,7 @@ def more_tokens_a_call(
     mean, equal = ask(own, 'together')
     found[BOTH].append(mean)
     same &= equal
-  seconds = ablation.cpu_seconds(rows)
+  seconds = ablation.cpu_seconds(rows) + max(spent)
   outcome = ablation.outcome(
     run,
     found,
@@ -95,15 +100,21 @@ def _generator(job, params):
   )
 
 
-def _heads(made, rows, recipes, say):
-  """[{name: array} of heads behind the frozen model] of each recipe."""
-  model, params = made.built.model, made.params
+def _fitted(made, params, rows, recipes, together, say):
+  """(heads alone, heads of both, the model's parameters with them).
+
+  Args:
+    params: {path: array} as `init` gives them. recipes: of the warm-up, alone.
+  """
+  model = made.built.model
   with build.use(made.built):
-    seen = distill.features(model, params, rows, 0, recipes[0].rows)
-    return [
-      distill.fit(model, params, seen, 'medusa', recipe, None, say)
+    seen = distill.features(model, made.params, rows, 0, recipes[0].rows)
+    begun, alone = (
+      distill.fit(model, made.params, seen, 'medusa', recipe, None, say)
       for recipe in recipes
-    ]
+    )
+    seed = recipes[0].seed
+    return alone, *joint.fit(model, params, begun, rows, together, seed, say)
 
 
 def _loss(model, params, rows):
@@ -112,11 +123,15 @@ def _loss(model, params, rows):
   return float(run(params, jnp.asarray(rows)))
 
 
-def _asked(made, own, held, recipe, ids, new, method, path):
-  """(tokens a call, whether the texts are those of one by one) of heads."""
+def _asked(made, own, rows, recipe, ids, new, method, path):
+  """(tokens a call, whether the texts are those of one by one) of heads.
+
+  Args:
+    rows: of text, on which their accuracy shapes the tree; ids: of prompts.
+  """
   model, config = made.built.model, made.built.model.config
   with build.use(made.built):
-    seen = distill.features(model, made.params, held, 0, recipe.rows)
+    seen = distill.features(model, made.params, rows, 0, recipe.rows)
     right = distill.accuracy(
       model, made.params, own, seen, 'medusa', choices=recipe.choices
     )

@@ -4,6 +4,7 @@ Models and lists of train/claims/on_lists.py; an answer is one canvas.
 """
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +59,13 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
   (n, rows), (at_most, lost) = lists_of, bounds
   task, models, seconds = on_lists.trained(run, **on)
   found = {name: [] for name in FILTERED}
-  shown = []
+  shown, spent = [], []
   for seed, config, params in models:
     made = on_tasks.generator(config, lambda _, params=params: params)
     ask = functools.partial(on_lists.over, made, task, operations, n)
+    began = time.process_time()
     own, oracle = _filter(made, params, ask, (task, n, steps), (rows, seed))
+    spent.append(time.process_time() - began)
     path = workdir_lib.prepare(run.results) / f'filter-{seed}.npz'
     heads.save(path, *own)
     by = dict(score='filter', count='threshold'), dict(count='threshold')
@@ -82,6 +85,7 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
     found['wrong one by one'].append(1 - slow[0])
     shown.append([calls, other, oracle, best])
   means = np.mean(shown, 0)
+  seconds += max(spent)
   return ablation.outcome(
     run,
     found,
@@ -133,7 +137,7 @@ def surer(run, *, on, operations, tuned, policies, bounds, lists_of):
   """
   (n, rows), (at_least, lost) = lists_of, bounds
   task, models, seconds = on_lists.trained(run, **on)
-  ratios, losses, before, wrong = [], [], [], []
+  ratios, losses, before, wrong, spent = [], [], [], [], []
   for seed, config, params in models:
     made = on_tasks.generator(config, lambda _, params=params: params)
     ask = functools.partial(
@@ -141,8 +145,10 @@ def surer(run, *, on, operations, tuned, policies, bounds, lists_of):
     )
     own = dict(rows=tuned['texts'], seed=on_lists.NEW + seed)
     texts = np.array(ask(made, policy={}, **own)[-1])
+    began = time.process_time()
     with build.use(made.built):
       better = _certain(made.built.model, params, texts, n + 2, tuned, seed)
+    spent.append(time.process_time() - began)
     ours = on_tasks.generator(config, lambda _, params=better: params)
     other = functools.partial(ask, rows=2 * rows, seed=2 * on_lists.NEW + seed)
     slow, right, calls = other(made, policy={})[0], [], []
@@ -156,6 +162,7 @@ def surer(run, *, on, operations, tuned, policies, bounds, lists_of):
     losses.append(right[0] - right[2])
     wrong.append(1 - right[0])
     before.append(calls[0] / calls[1])
+  seconds += max(spent)
   return ablation.outcome(
     run,
     {'fewer calls': ratios, 'right answers lost': losses,
@@ -256,7 +263,7 @@ def rewarded(run, *, on, operations, policy, learned, by, lists_of):
   """
   (asked, wanted), (n, rows) = operations, lists_of
   task, models, seconds = on_lists.trained(run, **on)
-  shares, first = {'before': [], 'after': []}, []
+  shares, first, spent = {'before': [], 'after': []}, [], []
   for seed, config, params in models:
     made = on_tasks.generator(config, lambda _, params=params: params)
     ask = task, asked, wanted, n, policy
@@ -267,6 +274,7 @@ def rewarded(run, *, on, operations, policy, learned, by, lists_of):
       return np.mean(rewards == 1)
 
     shares['before'].append(right())
+    began = time.process_time()
     # Adam's first steps, of small noisy gradients, would be as long as others.
     tx = optax.sgd(learned['rate'], momentum=0.9)
     tuner = tuning.Tuner(made.built.model, params, tx, tuning.trajectory)
@@ -276,7 +284,9 @@ def rewarded(run, *, on, operations, policy, learned, by, lists_of):
       )
       first += [off] if not update else []
       made.replace(tuner.params)
+    spent.append(time.process_time() - began)
     shares['after'].append(right())
+  seconds += max(spent)
   off = max(first, default=0)
   gain = ablation.more(shares, 'after', 'before', by, seconds)
   same = ablation.at_most('first ratio from 1', first, FIRST_RATIO, seconds)

@@ -1,7 +1,9 @@
 """Heads that learn with their model, at sizes that a test can train."""
 
 import claim_cases
+import numpy as np
 
+from paraxis.models.text import tokenizer
 from paraxis.train.claims.decode import jointly
 
 GIVEN = dict(
@@ -19,18 +21,38 @@ GIVEN = dict(
 
 def test_heads_alone_have_the_steps_of_both(monkeypatch, tmp_path):
   """The texts are those of one by one, of the model that they belong to."""
-  steps, fit = [], jointly.distill.fit
+  steps, shaped, fit = [], [], jointly.distill.fit
+  accuracy = jointly.distill.accuracy
 
   def seen(model, params, found, kind, recipe, *more):
     steps.append(recipe.steps)
+    learned[:] = found.tokens
     return fit(model, params, found, kind, recipe, *more)
 
+  def shaping(model, params, own, found, *more, **how):
+    shaped.append(found.tokens)
+    return accuracy(model, params, own, found, *more, **how)
+
+  learned = []
   monkeypatch.setattr(jointly.distill, 'fit', seen)
+  monkeypatch.setattr(jointly.distill, 'accuracy', shaping)
+  monkeypatch.setattr(
+    jointly.ablation, 'cpu_seconds', lambda rows: jointly.ablation.LIMIT
+  )
   run = claim_cases.run_of('medusa', folder=tmp_path)
   found = jointly.more_tokens_a_call(run, **GIVEN)
   assert steps == [4, 4 + 2 * 4 * 32 // 64]
   assert 'the same texts' in found.caveat and found.seeds == 1
   assert (run.results / 'together-0.npz').exists()
+  # Fits count beside the model's training; trees are of what nothing learns,
+  # and no prompt is of.
+  assert 'more than 1,800, for a training' in found.caveat
+  text = jointly.draft.rows(
+    tokenizer.load('bytes'), run.config.data.path, False, 1024, 32
+  )
+  np.testing.assert_array_equal(learned, text[:28])
+  for rows in shaped:
+    np.testing.assert_array_equal(rows, text[28:])
   # Other texts than those of one by one: the claim fails, whatever the gain is.
   gains = lambda *_: jointly.ablation.judged('more', [1.0])
   monkeypatch.setattr(jointly.ablation, 'more', gains)
