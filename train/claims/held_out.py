@@ -76,12 +76,19 @@ def domain_table(evaluation, base):
   return '\n'.join(lines)
 
 
+def _other_text(config):
+  """Why a model's held-out text is not that of the baselines; '': it is."""
+  if config.train.eval_batches:
+    return 'train.eval_batches leaves text out'
+  if config.data.sources:
+    return 'data.sources mixes several texts'
+  return ''
+
+
 def against_gzip(config, evaluation):
   """The model and gzip -9 on the same held-out text, or why not: text."""
-  if config.train.eval_batches:
-    return 'gzip -9: not compared, train.eval_batches leaves text out'
-  if config.data.sources:
-    return 'gzip -9: not compared, data.sources mixes several texts'
+  if why := _other_text(config):
+    return f'gzip -9: not compared, {why}'
   try:  # the run is over: whatever became of its text is no error of it
     return _compared(config, evaluation)
   except (errors.UserError, OSError) as error:
@@ -126,9 +133,21 @@ def at_most(run, *, bits_per_byte):
   )
 
 
+def _both(run):
+  """(what training reaches, the baselines) of the same held-out text."""
+  if why := _other_text(run.config):
+    raise errors.UserError(
+      f'gzip and xz read all held-out text of data.path, but {why} '
+      f'(train.eval_batches={run.config.train.eval_batches}, '
+      f'data.sources={run.config.data.sources!r}): the claim needs '
+      "train.eval_batches=0 and data.sources=''."
+    )
+  return trained(run), baselines(run.config)
+
+
 def below_xz(run):
   """LEARN: held-out bits per byte below xz -9e on the same text alone."""
-  measured, base = trained(run), baselines(run.config)
+  measured, base = _both(run)
   return claims.Outcome(
     f'< {base.xz:.3f}',
     f'{measured.bits_per_byte:.4f}',
@@ -140,7 +159,7 @@ def below_xz(run):
 
 def below_gzip(run):
   """LEARN: held-out bits per byte below gzip -9 on the same text."""
-  measured, base = trained(run), baselines(run.config)
+  measured, base = _both(run)
   lost = [
     domain
     for domain, bits in measured.domains.items()

@@ -23,7 +23,8 @@ BASE = baselines.Baselines(
 def run(tiny, tmp_path, monkeypatch):
   monkeypatch.setattr(held_out, '_baselines', lambda *given: BASE)
   monkeypatch.setattr(plot, 'draw', lambda folders, path: path)
-  return claims.Run(tiny.config(), tmp_path / 'run', say=lambda text: None)
+  config = schema.with_value(tiny.config(), 'train.eval_batches', 0)
+  return claims.Run(config, tmp_path / 'run', say=lambda text: None)
 
 
 @pytest.fixture
@@ -55,6 +56,14 @@ def test_bounds(reach):
   good, bad = (reach(held_out.below_xz, b) for b in (2.36, 2.37))
   assert good.passed and not bad.passed and good.expected == '< 2.363'
   assert '2.002' in good.caveat
+
+
+@pytest.mark.parametrize('check', (held_out.below_gzip, held_out.below_xz))
+def test_baselines_of_other_text_are_refused(run, reach, check):
+  for name, value in (('train.eval_batches', 1), ('data.sources', 'a.txt:1')):
+    run.config = schema.with_value(schema.Config(), name, value)
+    with pytest.raises(errors.UserError, match=f'but {name} .*={value!r}'):
+      reach(check, 1.0)
 
 
 def test_the_domain_table():
