@@ -149,8 +149,9 @@ def page(found: list, results: pathlib.Path) -> str:
     f'<title>paraxis: papers</title><style>{STYLE}</style>'
     f'<h1>What paraxis reproduces</h1><p>{len(found)} configs, '
     f'{counts.total()} claims: {summary}; {alone} have no knock-out. What is '
-    'negative comes first; '
-    '<code>paraxis reproduce NAME</code> runs the claims of a config.</p>'
+    'negative comes first; <code>paraxis reproduce NAME</code> runs the claims '
+    'of a config. What variants and seeds show counts at two standard errors, '
+    'which of three seeds are a one-sided p of .09.</p>'
     f'<table>{_cells(["config", "title", "paper", "worst"], "th")}{index}'
     f'</table>{sections}</html>\n'
   )

@@ -76,6 +76,7 @@ def test_the_page_has_every_config_and_loads_nothing(results):
   assert len(inside) + len(pictures) == len(read.links) and len(pictures) == 1
   assert not read.tags & {'script', 'link', 'iframe'} and '@import' not in text
   assert 'why & <how>' in read.words  # escaped
+  assert 'of three seeds are a one-sided p of .09' in text
   assert not re.search(r'20\d\d-\d\d-\d\d|/(tmp|home|root)/', text)
 
 
