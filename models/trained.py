@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import parameter
+from paraxis.sharding.checkpoint import fingerprint
 
 COUNTED = 'statistic'  # the kind of a leaf that no run learns
 A, B = parameter.ADAPTERS
@@ -257,12 +258,17 @@ def merged(params, scale):
   return out
 
 
-@functools.partial(jax.jit, static_argnames=('scale', 'dtype'))
 def merge(w, a, b, scale, dtype=None):
   """W + scale A B of stacked arrays, in at least float32.
 
   dtype: to which the sum is cast; None: it is not.
   """
+  with fingerprint.keeps_bits((w, a, b)):
+    return _merge(w, a, b, scale, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=('scale', 'dtype'))
+def _merge(w, a, b, scale, dtype):
   wide = jnp.promote_types(w.dtype, jnp.float32)
   inputs = a.ndim - 2
   first, second = 'abcdefgh'[:inputs], 'ijklmnop'[: b.ndim - 2]

@@ -33,6 +33,7 @@ the same pass: a device whose copy differs is named (`Words.read`).
 """
 
 from collections.abc import Mapping
+import contextlib
 import functools
 import json
 import math
@@ -157,10 +158,18 @@ def _of_blocks(leaf):
   """The words of a rows.Rows: sums over its blocks."""
   total = np.zeros(3, np.uint32)
   for first, x in leaf.blocks() if leaf.size else ():
-    words = np.asarray(_block(x, np.uint32(first)))
+    with keeps_bits((leaf,)):
+      words = np.asarray(_block(x, np.uint32(first)))
     total[:2] += words[:2]
     total[2] |= words[2]
   return total
+
+
+def keeps_bits(leaves):
+  """Within this context arrays of 8-byte numbers can be made, if some of the
+  leaves are such; else JAX would make 4-byte ones where x64 is not enabled."""
+  wide = any(x.dtype.itemsize == 8 for x in leaves)
+  return jax.enable_x64(True) if wide else contextlib.nullcontext()
 
 
 def _supported(name, x):
@@ -224,10 +233,13 @@ class Words:
         alone[name] = x
     for mesh, leaves in by_mesh.items():
       specs = {n: x.sharding.spec for n, x in leaves.items()}
-      words = _of_devices(mesh, tuple(specs.values()))(tuple(leaves.values()))
+      arrays = tuple(leaves.values())
+      with keeps_bits(arrays):
+        words = _of_devices(mesh, tuple(specs.values()))(arrays)
       self._groups.append((mesh, specs, words))
     if alone:
-      words = _whole()(tuple(alone.values()))
+      with keeps_bits(alone.values()):
+        words = _whole()(tuple(alone.values()))
       self._groups.append((None, dict.fromkeys(alone), words))
 
   def read(self) -> tuple[dict[str, str], list[str], list[Odd]]:

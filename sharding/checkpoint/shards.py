@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from paraxis.sharding.checkpoint import chunks
+from paraxis.sharding.checkpoint import fingerprint
 
 IN_FLIGHT = 2**26  # bytes that are handed over and not yet written
 PIECE = 2**24  # bytes that are read at once for several shards
@@ -122,12 +123,13 @@ async def _read_array(info, arg, gate, context):
   one = functools.partial(
     jax.sharding.SingleDeviceSharding, memory_kind=sharding.memory_kind
   )
-  parts = [
-    jax.device_put(target.values, one(device))
-    for target in targets
-    for device in devices[target.box]
-  ]
-  return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+  with fingerprint.keeps_bits((arg,)):
+    parts = [
+      jax.device_put(target.values, one(device))
+      for target in targets
+      for device in devices[target.box]
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def _pool(context):

@@ -12,7 +12,6 @@ import pathlib
 import stat
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
@@ -151,8 +150,7 @@ class Step:
 
   def check(self, path: str) -> None:
     """Reads a leaf; IntegrityError: its fingerprint is not the manifest's."""
-    with jax.enable_x64(True):  # a block of 8-byte numbers keeps its bits
-      found = fingerprint.measure({path: self.leaf(path)})[0][path]
+    found = fingerprint.measure({path: self.leaf(path)})[0][path]
     if found != (wanted := self.leaves[path]['fingerprint']):
       raise manifest_lib.damaged(
         self.folder, f'leaf {path} has fingerprint {found}, not {wanted}'

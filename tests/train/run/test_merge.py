@@ -104,6 +104,33 @@ def test_copies_give_their_own_bits(runs, tmp_path):
     assert second[p].tobytes() == b[p].tobytes(), p
 
 
+def test_numbers_of_8_bytes(tmp_path):
+  """Without x64, as the command runs: no bit is lost, adapters are merged."""
+  config = schema.view(
+    {
+      'model': MODEL | dict(dtype='float64', param_dtype='float64'),
+      'data': dict(tokenizer='bytes'),
+      'train': dict(lora=dict(rank=2)),
+    }
+  )
+  with jax.enable_x64(True):
+    built = build.build(config, '', devices=jax.devices()[:1])
+    rng = np.random.default_rng(0)
+    params = {
+      p: jax.numpy.asarray(rng.normal(size=x.shape))
+      for p, x in built.params.items()
+    }
+    run = str(support.save_run(tmp_path / 'run', config, built, params))
+    wanted = trained.merged(params, trained.of(config.train).scale)
+    wanted = {p: np.asarray(x) for p, x in wanted.items()}
+  merge.write([(run, 0.5), (run, 0.5)], tmp_path / 'mean', quiet)
+  for found in arrays(run, wanted), arrays(tmp_path / 'mean', wanted):
+    for p, x in wanted.items():
+      assert found[p].dtype == np.float64
+      np.testing.assert_array_equal(found[p], x, err_msg=p)
+  assert not jax.config.jax_enable_x64
+
+
 def test_adapters_are_merged_first(runs, tmp_path):
   """The average of products is not the product of averages."""
   lora = schema.Lora(rank=2, alpha=4.0)
