@@ -79,7 +79,10 @@ def scale_by_kron(dims, place, b1, every, held=()):
       for p, x in grads.items()
     }
     rule = functools.partial(_update, b1, every)
-    return matrices.updated(rule, dims, grads, state, ids=ids)
+    # Accelerators round the operands of float32 products by default, and the
+    # damping would be less than that.
+    with jax.default_matmul_precision('highest'):
+      return matrices.updated(rule, dims, grads, state, ids=ids)
 
   return optax.GradientTransformation(init, update)
 

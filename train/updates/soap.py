@@ -92,7 +92,10 @@ def scale_by_soap(dims, place, b1, b2, epsilon, decay, every):
   def update(updates, state, params=None):
     del params
     rule = functools.partial(_update, (b1, b2, epsilon, decay, every))
-    return matrices.updated(rule, dims, updates, state)
+    # Accelerators round the operands of float32 products by default, and SPREAD
+    # would be less than that.
+    with jax.default_matmul_precision('highest'):
+      return matrices.updated(rule, dims, updates, state)
 
   return optax.GradientTransformation(init, update)
 

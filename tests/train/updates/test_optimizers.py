@@ -13,6 +13,7 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.models import depth
+from paraxis.train.certify import dtypes
 from paraxis.train.updates import adafactor
 from paraxis.train.updates import matrices
 from paraxis.train.updates import optimizers
@@ -219,6 +220,24 @@ def test_experts_are_no_matrix_together(muon, path, monkeypatch):
   c, _ = muon
   params, _ = _run(optimizers.Optimizer(c, STEPS, MODEL))
   assert np.abs(params[path] - _muon(path, c)[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize('name', ['soap', 'kron', 'muon'])
+def test_products_of_all_bits(name):
+  """Of SOAP and Kron: bases and factors of small eigenvalues need them on
+  accelerators; Newton-Schulz steps do not."""
+  optimizer = optimizers.Optimizer(_settings(name=name), STEPS, MODEL)
+  params = jax.tree.map(jnp.asarray, _arrays(0))
+  state = optimizer.init(params)
+  update = jax.jit(optimizer.update)
+  traced = update.trace(params, state, params, jnp.int32(0)).jaxpr.jaxpr
+  found = [
+    eqn.params['precision']
+    for eqn in dtypes.equations(traced)
+    if eqn.primitive.name == 'dot_general'
+  ]
+  asked = None if name == 'muon' else (jax.lax.Precision.HIGHEST,) * 2
+  assert found and set(found) == {asked}
 
 
 def test_kron_moves_matrices_alike_in_any_order_of_memory():
