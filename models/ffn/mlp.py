@@ -59,10 +59,20 @@ def _activate(config, up, gate):
 
 
 def xielu(x, slopes) -> jax.Array:
-  """xIELU with raw slopes (2,)."""
-  up, down = jax.nn.softplus(slopes).astype(x.dtype)
-  bent = jnp.expm1(jnp.minimum(x, _NEAR_0)) - x
-  return _BEND * x + jnp.where(x > 0, up * x * x, (_BEND + down) * bent)
+  """xIELU with raw slopes (2,), in at least float32.
+
+  So the gradient of the slopes, a sum over all tokens, is summed, too. For it x
+  is kept and nothing that lies between, as by `activate`.
+  """
+  return jax.checkpoint(_xielu, prevent_cse=False)(x, slopes)
+
+
+def _xielu(x, slopes):
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  (up, down), y = jax.nn.softplus(slopes.astype(wide)), x.astype(wide)
+  bent = jnp.expm1(jnp.minimum(y, _NEAR_0)) - y
+  y = _BEND * y + jnp.where(y > 0, up * y * y, (_BEND + down) * bent)
+  return y.astype(x.dtype)
 
 
 class Mlp(nnx.Module):

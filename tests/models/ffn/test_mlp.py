@@ -4,6 +4,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import module_cases
 import numpy as np
 import pytest
@@ -71,7 +72,13 @@ def test_mlp_equals_a_loop(form, bias):
 
 @pytest.mark.parametrize(
   'form, count',
-  [('swiglu', 3), ('geglu_exact', 3), ('clamped', 3), ('gelu', 2)],
+  [
+    ('swiglu', 3),
+    ('geglu_exact', 3),
+    ('clamped', 3),
+    ('gelu', 2),
+    ('xielu', 2),
+  ],
 )
 def test_products_and_the_hidden_layer_are_kept(form, count):
   """For the gradient, and nothing that lies between."""
@@ -81,6 +88,24 @@ def test_products_and_the_hidden_layer_are_kept(form, count):
   _, back = jax.vjp(run_of(skeleton), w, x)
   kept = [leaf for leaf in jax.tree.leaves(back) if leaf.shape == (2, 3, F)]
   assert len(kept) == count
+
+
+def test_slopes_of_xielu_in_bfloat16():
+  """Their gradient is a sum over all tokens: in bfloat16 it stops growing."""
+  rng = np.random.default_rng(1)
+  x, c = rng.normal(size=2**16), 1 + 0.1 * rng.normal(size=2**16)
+  x, c = (jnp.asarray(a, jnp.bfloat16) for a in (x, c))
+  slopes = jnp.array([0.2, -1.4])
+
+  def run(dtype):
+    y, back = jax.vjp(mlp.xielu, x.astype(dtype), slopes)
+    kept = [a.dtype for a in jax.tree.leaves(back) if a.shape == x.shape]
+    return y, back(c.astype(dtype))[1], kept
+
+  (y, found, kept), (exact, wanted, _) = run(jnp.bfloat16), run(jnp.float32)
+  np.testing.assert_allclose(found, wanted, rtol=0.02)
+  assert kept == [jnp.bfloat16]  # x, and nothing wider
+  np.testing.assert_array_equal(y, exact.astype(jnp.bfloat16))
 
 
 def test_what_a_form_owns():
