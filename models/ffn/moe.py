@@ -176,7 +176,10 @@ class Moe(nnx.Module):
     weights = [own[name] for name in names]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     with jax.named_scope('router'):
-      logits = x.astype(wide) @ own['router'].astype(wide)
+      # Else accelerators round both, and other experts are chosen.
+      logits = jnp.matmul(
+        x.astype(wide), own['router'].astype(wide), precision='highest'
+      )
       logits = logits + own.get('router_bias', jnp.zeros((), wide)).astype(wide)
       s = router.scores(logits, experts.scores)
       ids, mix = router.choose(s, experts, own.get('bias'))

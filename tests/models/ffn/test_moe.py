@@ -26,6 +26,7 @@ from paraxis.models.ffn import router
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
+from paraxis.train.certify import dtypes
 
 pytestmark = pytest.mark.usefixtures('float64')
 
@@ -363,6 +364,23 @@ def test_what_is_dropped_is_counted():
 def test_tokens_held_twice_are_an_error_inside_a_region():
   with pytest.raises(ValueError, match='2 devices hold .*mesh.sequence'):
     ours(config(region='tensor'), 'data=2,tensor=2', True, sequence=False)
+
+
+def test_logits_of_the_router_are_products_of_all_bits():
+  """Accelerators round operands by default; so do gradients' products."""
+  c = config(shared=0)
+  params, x, valid, u = arrays(c)
+  run = functools.partial(differentiate, functools.partial(layer, c))
+  traced = jax.jit(run).trace(params, x, u, valid).jaxpr.jaxpr
+  highest = (jax.lax.Precision.HIGHEST,) * 2
+  found = [
+    {tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)}
+    for eqn in dtypes.equations(traced)
+    if eqn.primitive.name == 'dot_general'
+    and eqn.params['precision'] == highest
+  ]
+  of_router = [{(B, T, D), (D, E), (B, T, E)}] * 3  # and both its gradients
+  assert len(found) == 3 and found[0] == of_router[0], found
 
 
 def test_parameters_say_what_they_are():
