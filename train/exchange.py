@@ -33,6 +33,9 @@ from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import workdir as workdir_lib
 
 SHARD = 4 * 2**30  # bytes of a file of an export
+# Of a router, added to scores to choose by: rounded it would choose others.
+# transformers keeps it in float32 in models of any dtype.
+BALANCE = 'moe/bias'
 SHOWN = 6  # paths that a message lists
 BEGINS = ('cwm',)  # classes of transformers 5.23 that take no null bos_token_id
 DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}
@@ -260,7 +263,8 @@ def _write_tensors(folder, run, table, dtype):
       for leaf in (x for x in mine if (x.layer or 0) == layer):
         x = arrays[leaf.path]
         x = x if leaf.layer is None else x[layer]
-        leaves_lib.put(tensors, leaf, x.astype(dtype))
+        own = np.float32 if leaf.path.endswith(BALANCE) else dtype
+        leaves_lib.put(tensors, leaf, x.astype(own))
       if sum(t.nbytes for t in tensors.values()) > SHARD:
         total += sum(t.nbytes for t in tensors.values())
         flush()

@@ -122,6 +122,31 @@ def test_bfloat16_halves_it(run, exported, tmp_path):
   assert sizes[1] < 0.55 * sizes[0]
 
 
+def test_what_balances_a_router_is_never_rounded(tmp_path):
+  """Rounded, another expert would be chosen; transformers keeps it wide, too.
+  A step of it is 1e-3, and above .5 one of bfloat16 is .004."""
+  experts = dict(
+    count=4, top_k=2, d_ff=16, scores='sigmoid', bias_rate=1e-3, groups=2,
+    top_groups=1, shared=1,
+  )  # fmt: skip
+  latent = dict(rank=8, nope_dim=4, rope_dim=4, value_dim=4)
+  fields = dict(pattern='A', num_kv_heads=4, experts=experts, latent=latent)
+  config = schema.view({'model': MODEL | fields})
+  built = build.build(config, '', devices=jax.devices()[:1])
+  with build.use(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  path = 'layers/moe/bias'
+  params[path] = 0.5 + 1e-3 * jax.numpy.arange(12.0).reshape(3, 4)
+  support.save_run(tmp_path / 'run', config, built, params)
+  exchange.send(str(tmp_path / 'run'), tmp_path / 'hf', 'bfloat16', say=quiet)
+  files = source.Source(tmp_path / 'hf').files
+  wide = {n for n in files.shapes if files.read(n).dtype == np.float32}
+  assert {n.rpartition('.')[2] for n in wide} == {'e_score_correction_bias'}
+  exchange.bring(str(tmp_path / 'hf'), tmp_path / 'back', say=quiet)
+  found = origin_lib.Run(str(tmp_path / 'back')).arrays([path])[path]
+  np.testing.assert_array_equal(found, params[path])
+
+
 @pytest.mark.parametrize('mesh', ['data=8', 'data=2,fsdp=4'])
 def test_decoding_of_either_is_the_same(run, exported, mesh):
   """The run, and the folder that it became."""
