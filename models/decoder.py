@@ -280,7 +280,7 @@ class Decoder:
 
   def _scaled(self, x_BTD):
     scale = self.config.logit_scale
-    return x_BTD if scale == 1 else x_BTD * jnp.asarray(scale, x_BTD.dtype)
+    return x_BTD if scale == 1 else parameter.scaled(x_BTD, scale)
 
   def logits(self, params, x_BTD, words=None):
     """x_BTD -> z_BTV in at least float32, vocabulary sharded by the rules.

@@ -10,7 +10,6 @@ import math
 from flax import nnx
 import jax
 from jax.ad_checkpoint import checkpoint_name
-import jax.numpy as jnp
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers as own
@@ -141,7 +140,7 @@ class Layer(nnx.Module):
     if self.config.norm_placement != 'pre':
       with jax.named_scope(f'{name}_post_norm'):
         y = getattr(self, f'{name}_post_norm')(y)
-    return y if scale == 1 else y * jnp.asarray(scale, y.dtype)
+    return y if scale == 1 else parameter.scaled(y, scale)
 
   def __call__(self, carry, see, state=None, read=None):
     """-> (carry, the mixer's state, aux.Aux); carry: x_BTD, or as wiring.py has

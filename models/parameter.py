@@ -6,6 +6,7 @@ metadata travels with the Flax variable: `axes` (one name per dimension), `kind`
 `inputs` (how many leading dimensions a matrix contracts with its input).
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -134,6 +135,29 @@ def operand(variable):
   return w, variable.get_metadata('axes')
 
 
+def scaled(x, factor):
+  """x times a number, multiplied in at least float32 and rounded once.
+
+  In bfloat16 the number itself would be rounded, alike for every token.
+  """
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  return (x.astype(wide) * factor).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def weighed(weights, arrays):
+  """sum_i w_i x_i in at least float32, rounded once to the dtype of x_0.
+
+  The gradient of a weight is summed as widely, over what it is broadcast to.
+  For it the arrays are kept as they are given, and nothing wider.
+  """
+  dtype = arrays[0].dtype
+  wide = jnp.promote_types(dtype, jnp.float32)
+  pairs = zip(weights, arrays, strict=True)
+  parts = [w.astype(wide) * x.astype(wide) for w, x in pairs]
+  return functools.reduce(jnp.add, parts).astype(dtype)
+
+
 def metadata(variable):
   """(axes, kind, inputs) of a parameter."""
   get = variable.get_metadata
@@ -195,8 +219,7 @@ def _low_rank(module, x, x_names, products, dtype):
   )
   low_of, found = dict(zip(firsts, lows, strict=True)), []
   for i, a, b, (_, second, names), out in mine:
-    low = low_of[a]
-    low = low * jnp.asarray(b.get_metadata('scale'), low.dtype)
+    low = scaled(low_of[a], b.get_metadata('scale'))
     (y,) = project.project(low, names, [(second, *operand(b), out)], dtype)
     found.append((i, y))
   return found

@@ -129,12 +129,10 @@ def mixed(ends, x_BTD, form=None):
     h = jax.nn.silu(_product(ends.mix_in, x, RESIDUAL, RESIDUAL))
     z = _product(ends.mix_out, h, RESIDUAL, LOW)
     w = jax.nn.softmax(z.astype(jnp.promote_types(z.dtype, jnp.float32)))
-    w = ((1 - FLOOR) * w + FLOOR / streams).astype(x.dtype)
-    d = ends.config.d_model
-    parts = [
-      w[..., p : p + 1] * x[..., p * d : (p + 1) * d] for p in range(streams)
-    ]
-    return functools.reduce(jnp.add, parts)
+    w = (1 - FLOOR) * w + FLOOR / streams
+    return parameter.weighed(
+      jnp.split(w, streams, -1), jnp.split(x, streams, -1)
+    )
 
 
 def _beside(streams, x_BTD):

@@ -50,8 +50,8 @@ def _activate(config, up, gate):
   if config.mlp == 'clamped':
     most = jnp.asarray(config.mlp_limit, up.dtype)
     gate, up = jnp.minimum(gate, most), jnp.clip(up, -most, most)
-    slope = jnp.asarray(config.mlp_slope, up.dtype)
-    return gate * jax.nn.sigmoid(slope * gate) * (up + 1)
+    bent = jax.nn.sigmoid(parameter.scaled(gate, config.mlp_slope))
+    return gate * bent * (up + 1)
   # XLA on CPU takes seven times as long for e^x in bfloat16.
   wide = jnp.promote_types(up.dtype, jnp.float32)
   hidden = _GATES[config.mlp](gate.astype(wide)) * up.astype(wide)

@@ -97,15 +97,16 @@ class Moe(nnx.Module):
   def _with_beside(self, x_BTD, y):
     experts = self.config.experts
     if experts.residual:
-      c = jax.nn.softmax(self._small(x_BTD, 'mix'), -1).astype(x_BTD.dtype)
-      return c[..., :1] * y + c[..., 1:] * self.beside(x_BTD)
+      c = jax.nn.softmax(self._small(x_BTD, 'mix'), -1)
+      weights = c[..., :1], c[..., 1:]
+      return parameter.weighed(weights, (y, self.beside(x_BTD)))
     if experts.shared:
       beside = self.beside(x_BTD)
       if experts.shared_gate:
         gate = jax.nn.sigmoid(self._small(x_BTD, 'shared_gate'))
-        beside = gate.astype(x_BTD.dtype) * beside
+        beside = parameter.weighed((gate,), (beside,))
       if experts.shared_scale != 1:
-        beside = beside * jnp.asarray(experts.shared_scale, beside.dtype)
+        beside = parameter.scaled(beside, experts.shared_scale)
       y = y + beside
     return y
 
@@ -229,7 +230,7 @@ class Moe(nnx.Module):
 
 def _scaled(x_ND, ids_NK, mix_NK, valid_N):
   """Each choice of a token as a token of its own, times its weight."""
-  x_NKD = x_ND[:, None] * mix_NK[..., None].astype(x_ND.dtype)
+  x_NKD = parameter.weighed((mix_NK[..., None],), (x_ND[:, None],))
   ids, ones = ids_NK.reshape(-1, 1), jnp.ones_like(mix_NK.reshape(-1, 1))
   valid = jnp.repeat(valid_N, ids_NK.shape[1])
   return x_NKD.reshape(-1, x_ND.shape[1]), ids, ones, valid

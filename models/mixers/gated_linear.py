@@ -75,9 +75,9 @@ class GatedLinear(mixer.Mixer):
     if self.config.gated_linear.conv_width:
       inputs, tails = recurrence.silu_convs(self, INPUTS, inputs, see, tails)
     q, k, v = inputs
-    scale = jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    q = parameter.scaled(q, q.shape[-1] ** -0.5)
     o, memory = recurrence.gated_scan(
-      q * scale, k, v, decay, see, self.layout, memory, self.config.scan
+      q, k, v, decay, see, self.layout, memory, self.config.scan
     )
     o = checkpoint_name(o, 'scan')
     o = norm.rms(o, self.output_norm[...], self.config.norm_epsilon)

@@ -349,7 +349,12 @@ def _apart(own):
 
 
 def _join(x_BSNH, shared_BS1P):
-  """Every head, or latent shard, and the rotated key: (B, S, N, H + P)."""
+  """Every head, or latent shard, and the rotated key: (B, S, N, H + P).
+
+  The gradient of the key is summed over heads in at least float32.
+  """
   shape = (*x_BSNH.shape[:3], shared_BS1P.shape[-1])
-  shared = jnp.broadcast_to(shared_BS1P, shape).astype(x_BSNH.dtype)
+  wide = jnp.promote_types(shared_BS1P.dtype, jnp.float32)
+  shared = jnp.broadcast_to(shared_BS1P.astype(wide), shape)
+  shared = shared.astype(x_BSNH.dtype)
   return jnp.concatenate([x_BSNH, shared], -1)

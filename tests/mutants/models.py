@@ -26,8 +26,8 @@ TABLE = [
   Mutation(
     'stream_floor',
     'models/streams.py',
-    'w = ((1 - FLOOR) * w + FLOOR / streams)',
-    'w = (w + FLOOR / streams)',
+    'w = (1 - FLOOR) * w + FLOOR / streams',
+    'w = w + FLOOR / streams',
     'weights of streams add up to more than 1',
     _WIRING + 'test_a_row_is_a_plain_loop[streams]',
   ),
@@ -143,8 +143,8 @@ TABLE = [
   Mutation(
     'residual_expert',
     'models/ffn/moe.py',
-    'c[..., 1:] * self.beside(x_BTD)',
-    'c[..., 1:] * 0 * self.beside(x_BTD)',
+    '(y, self.beside(x_BTD))',
+    '(y, 0 * self.beside(x_BTD))',
     'the mlp beside the experts counts nothing',
     'tests/models/ffn/test_moe.py::test_tokens_that_several_devices_hold',
   ),

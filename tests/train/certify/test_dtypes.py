@@ -10,9 +10,11 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 import pytest
 
 from paraxis.configs import schema
+from paraxis.models import decoder
 from paraxis.models import norm
 from paraxis.sharding.tensor import project
 from paraxis.train.certify import certification
@@ -113,6 +115,44 @@ def test_every_sum_of_a_step_is_wide(choices):
   mesh = dataclasses.replace(CONFIG.mesh, **choices)
   row = row_of(dataclasses.replace(CONFIG, mesh=mesh))
   assert row.passed and int(row.name.split()[3]) >= 20, row
+
+
+EXPERTS = dict(count=4, top_k=2, d_ff=8)
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    dict(mlp='xielu'),
+    dict(experts=EXPERTS | dict(shared=1, shared_gate=True)),
+    dict(experts=EXPERTS | dict(top_k=1, residual=True, normalise=False)),
+    dict(experts=EXPERTS | dict(scale_inputs=True)),
+    dict(wiring='streams', streams=2),
+    dict(pattern='A', latent=dict(rank=8, nope_dim=4, rope_dim=4, value_dim=8)),
+  ],
+  ids=['slopes', 'gate', 'residual', 'inputs', 'streams', 'rotated key'],
+)  # fmt: skip
+def test_what_is_broadcast_has_a_wide_gradient(fields):
+  """Where a product lies behind it, too: the walk from gradients ends there."""
+  small = dict(vocab_size=32, d_model=16, num_layers=2, num_heads=2, d_ff=16)
+  given = small | dict(dtype='bfloat16') | fields
+  model = decoder.Decoder(schema.view(dict(model=given)).model)
+  data = peers.rows(32, (2, 16))
+
+  def loss(params):
+    x, _ = model.features(params, data)
+    return model.nll(params, x, data.targets).sum()
+
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  traced = jax.jit(jax.grad(loss)).trace(params).jaxpr.jaxpr
+  narrow = [
+    eqn.invars[0].aval.shape
+    for eqn in dtypes.equations(traced)
+    if eqn.primitive.name == 'reduce_sum'
+    and eqn.outvars[0].aval.dtype == jnp.bfloat16
+    and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
+  ]
+  assert not narrow
 
 
 def mutated(monkeypatch, owner, name, space, before, after):
