@@ -58,16 +58,13 @@ def _activate(config, up, gate):
   return hidden.astype(up.dtype)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def xielu(x, slopes) -> jax.Array:
   """xIELU with raw slopes (2,), in at least float32.
 
   So the gradient of the slopes, a sum over all tokens, is summed, too. For it x
   is kept and nothing that lies between, as by `activate`.
   """
-  return jax.checkpoint(_xielu, prevent_cse=False)(x, slopes)
-
-
-def _xielu(x, slopes):
   wide = jnp.promote_types(x.dtype, jnp.float32)
   (up, down), y = jax.nn.softplus(slopes.astype(wide)), x.astype(wide)
   bent = jnp.expm1(jnp.minimum(y, _NEAR_0)) - y
