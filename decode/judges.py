@@ -187,7 +187,9 @@ def typical(z, drafts, draws, tree):
     node = jnp.where(better, c, node)
     n = jnp.where(better, depths[c], n)
     best = jnp.where(better, likely[c], best)
-  sees = jnp.asarray(tree.sees())[node]
+  # Not by an index: rows may be sharded, and the tree is not.
+  here = jnp.arange(len(depths), dtype=jnp.int32) == node[:, None]
+  sees = (here[..., None] & tree.sees()).any(1)
   tokens, path = [], []
   for c in range(tree.depth + 1):  # the node of the path that is c deep
     place = jnp.zeros_like(node)

@@ -43,8 +43,7 @@ PATTERNS = ('F', 'WFN', 'A', 'G', 'M', 'R', 'C', 'H', 'GF')
 SLOTS = ('F', 'WFN', 'A')
 SAMPLED = dict(temperature=0.8, top_k=6, seed=3)
 GREEDY = dict(temperature=0.0)
-
-
+TYPICAL = dict(judge='typical')
 generator = module_cases.generator
 
 
@@ -333,7 +332,7 @@ def test_ends_stops_and_streams_are_those_of_one_by_one():
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
-  'method', (LOOKUP, DRAFT, AGGRESSIVE, JACOBI), ids=lambda m: m['method']
+  'method', (LOOKUP, DRAFT, AGGRESSIVE, JACOBI, JACOBI | TYPICAL), ids=str
 )
 def test_a_mesh_drafts_as_one_device(method):
   want = generator('GF').generate(PROMPTS, **SAMPLED, **method)
@@ -343,9 +342,9 @@ def test_a_mesh_drafts_as_one_device(method):
   assert [r['calls'] for r in found] == [r['calls'] for r in want]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
-  'kind', ('pearl', 'medusa', 'eagle', 'falcon', 'ppd', 'easyspec')
+  'kind', ('pearl', 'medusa', 'typical', 'eagle', 'falcon', 'ppd', 'easyspec')
 )
 def test_a_mesh_drafts_by_slots_as_one_device(kind, medusa, eagle, untrained):
   easy = EASYSPEC | dict(draft_layers=1, draft_group=1)
@@ -353,6 +352,7 @@ def test_a_mesh_drafts_by_slots_as_one_device(kind, medusa, eagle, untrained):
     pearl=lambda _: PEARL, medusa=medusa, eagle=eagle, easyspec=lambda _: easy,
     ppd=functools.partial(untrained, kind='ppd'),
     falcon=functools.partial(untrained, kind='falcon'),
+    typical=lambda pattern: medusa(pattern) | TYPICAL,
   )[kind]  # fmt: skip
   rows = []
   for how in ({}, dict(mesh='data=2,fsdp=2,tensor=2', devices=8)):
