@@ -25,7 +25,9 @@ has all heads of its latent shards and reads (R / groups + P) numbers a token.
     scores=own     o = sum_i softmax(q_i . c_i + q_rope . k_rope) c_i W_uv_i,
                    and a latent shard is normalised by alpha_i |c_i|^2 / R
                    instead of |c|^2 / R: the paper's form, not exact, except in
-                   the prefill of a whole prompt
+                   the prefill of a whole prompt, or of its first chunk.
+                   Behind them lanes of many tokens are absorbed too: drafts
+                   are judged by the model that decodes one by one
 
 models/mixers/latent_rotation.py changes the basis of the latent, exactly, so
 that its shards suit `own`, and measures `shares`: a latent shard with the share
@@ -108,13 +110,19 @@ class LatentAttention(mixer.Mixer):
       o = self._attend_all(q, latent, k_rope, see)
       return self._output(o, HEADS, 'BTNP,NPD->BTD'), None, aux_lib.NOTHING
     new, (slots,) = self._cached(low, latent, k_rope), state
-    outs, (form, ids) = [], see.plan
+    outs, (form, ids), apart = [], see.plan, _apart(self.config.latent)
     each = packed.lanes(form, q, latent, k_rope, new.astype(q.dtype), ids)
     for group, q_g, latent_g, k_g, new_g, mine in each:
-      if group.fresh or group.width > packed.FEW:
+      many = group.width > packed.FEW
+      if group.fresh or (many and not apart):
         o = self._attend_explicit(group, q_g, latent_g, k_g, slots, mine)
       else:
         o = self._attend_absorbed(group, q_g, k_g, new_g, slots, mine)
+      if many and apart and not group.fresh:
+        # The first tokens of a prompt are exact, as a whole prompt is.
+        alone = group._replace(fresh=True)
+        first = self._attend_explicit(alone, q_g, latent_g, k_g, slots, mine)
+        o = mixer.rows_where(mine.length[:, 0] > 0, o, first)
       outs.append(o)
     y = self._output(packed.join(form, outs), HEADS, 'BTNP,NPD->BTD')
     return y, (new,), aux_lib.NOTHING

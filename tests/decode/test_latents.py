@@ -104,6 +104,17 @@ def test_shards_with_scores_of_their_own_are_another_model(workdir, exact):
   np.testing.assert_allclose(on_mesh, found['pca'], atol=1e-5)
 
 
+def test_drafts_of_a_long_lane_are_judged_by_that_model(workdir):
+  """Eight drafts and the last token are more than attend one by one."""
+  own = OWN | dict(rotation='pca')
+  one = generator(workdir, **own)
+  (want,) = one.generate([PROMPT])
+  for made in (one, generator(workdir, mesh='data=4,tensor=2', **own)):
+    (found,) = made.generate([PROMPT], method='jacobi', drafts=8)
+    assert found['tokens'] == want['tokens']
+    np.testing.assert_allclose(found['logprobs'], want['logprobs'], atol=1e-5)
+
+
 def test_shares_are_measured_on_text(workdir):
   said = []
   texts = [PROMPT, 'The quick brown fox']

@@ -17,6 +17,7 @@ import pytest
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers as mixer_schema
+from paraxis.decode import step
 from paraxis.models import build
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
@@ -205,6 +206,33 @@ def test_shards_with_scores_of_their_own_are_another_model():
   assert close(start, want[:, :6], 1e-12)
   assert not close(first, want[:, 6], 1e-2)
   assert not model.stack.mixer('A').capabilities.exact
+
+
+def test_many_tokens_behind_others_are_those_one_by_one():
+  """The first ones of a prompt are exact, in a lane beside others too."""
+  model, count = decoder.Decoder(config_of(dict(groups=2, scores='own'))), 10
+  assert count > packed.FEW
+  params, form = random_of(shares=SHARES), (packed.Group(B, count),)
+  tokens = np.concatenate([tokens_of(), tokens_of()], 1)[:, : 6 + count]
+  lengths = np.array([6, 3, 0])
+  loose = model.unstack(params)
+
+  @jax.jit
+  def lane(loose, cache, tokens):
+    rows = step.rows(tokens, jnp.full(B, count), cache.length)
+    return model.logits(loose, model.step(loose, cache, rows, form)[0])
+
+  given = model, loose, tokens, lengths
+  _, cache = module_cases.decoded(*given, 0)
+  (_, *steps), _ = module_cases.decoded(*given, count)
+  new = [row[n : n + count] for row, n in zip(tokens, lengths, strict=True)]
+  found, steps = (
+    np.asarray(lane(loose, cache, np.stack(new))),
+    np.stack(steps, 1),
+  )
+  assert close(found[:2], steps[:2], 1e-12)
+  exact = module_cases.logits(model, params, tokens[2:, :count])
+  assert close(found[2:], exact, 1e-12) and not close(exact, steps[2:], 1e-3)
 
 
 def test_latent_shards_equal_a_loop_over_them():
