@@ -17,6 +17,7 @@ price is that the slots of a fork's row before `first` are not used.
 Legend: R rows, P ranges of other rows that a request may read.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -70,14 +71,16 @@ def rollback(model, cache, length_R, before=None):
   Args:
     model: models.decoder.Decoder. cache: packed.Cache.
     length_R: int32.
-    before: an older `cache` of the same rows, whose recurrent states they take
-      back; it has length_R tokens.
+    before: an older `cache` of the same rows, outside of jit. Rows that go
+      back take its recurrent states, and have length_R tokens in it.
 
   Raises:
-    UserError: a layer keeps one state, and there is no `before`; or another
-      request reads what would be forgotten.
+    UserError: a layer keeps one state, and there is no `before`; a row goes
+      back to another length than it has there; or another request reads what
+      would be forgotten.
   """
   states = []
+  back_R = None if before is None else _back(cache, length_R, before)
   for i, (kind, state) in enumerate(_states(model, cache)):
     memory, slots = _split(kind, state)
     if memory is not None:
@@ -87,10 +90,23 @@ def rollback(model, cache, length_R, before=None):
           'newest token has changed: a rollback needs the cache of before, or '
           'a step that keeps the state of each token (packed.Group.each).'
         )
-      memory, _ = _split(kind, before.states[i])
+      old, _ = _split(kind, before.states[i])
+      pick = functools.partial(mixer.rows_where, back_R)
+      memory = jax.tree.map(pick, old, memory)
     states.append(_joined(kind, memory, slots))
   length = jnp.minimum(cache.length, length_R)
   return _cut(cache._replace(states=tuple(states)), length)
+
+
+def _back(cache, length_R, before):
+  """(R,) bool, rows that go back; UserError if `before` is not as long."""
+  back_R = length_R < cache.length
+  for row in np.flatnonzero(back_R & (before.length != length_R)):
+    raise errors.UserError(
+      f'row {row} would go back to {length_R[row]} tokens, and the cache of '
+      f'before has {before.length[row]} there: give that of {length_R[row]}.'
+    )
+  return back_R
 
 
 def evict(model, cache, rows_R: jax.Array):

@@ -194,6 +194,25 @@ def test_what_was_rolled_back_leaves_no_trace(pattern):
     assert near(z[r], alone(pattern)(session.texts[r])[-1:])
 
 
+@pytest.mark.parametrize('pattern', ('M', 'GF', 'H'))
+def test_rows_that_do_not_go_back_keep_their_states(pattern):
+  model, _ = made(pattern)
+  session = fed(Session(pattern))
+  before, text = session.cache, list(session.texts[0])
+  session.step(MIXED, [*[None] * 4, (0, ids(6, 40)), (3, ids(4, 41)), None])
+  back = lambda n: cache_lib.rollback(
+    model, session.cache, session.cache.length.at[0].set(n), before
+  )
+  session.cache, session.texts[0] = back(len(text)), list(text)
+  z = session.step(
+    MIXED, [(0, ids(1, 42)), None, None, (3, ids(1, 43)), *[None] * 3]
+  )
+  for r in (0, 3):
+    assert near(z[r], alone(pattern)(session.texts[r])[-1:])
+  with support.refused('row 0', f'{len(text) - 1} tokens', f'has {len(text)}'):
+    back(len(text) - 1)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize('pattern', ALL)
 def test_a_new_tenant_sees_nothing_of_the_old_one(pattern):
