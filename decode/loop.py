@@ -179,6 +179,7 @@ class Generator:
         f'a trace is of rows of their own: decode.requests={config.requests} '
         'shares rows between prompts; take requests=0.'
       )
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(stop):
       raise errors.UserError('an empty stop string would end all rows at once.')
     ids = self._encode(prompts, domains or [None] * len(prompts))
@@ -317,6 +318,8 @@ class Generator:
     """Token ids of every prompt, checked."""
     if not prompts:
       raise errors.UserError('there is no prompt to continue.')
+    if isinstance(prompts, str):
+      raise errors.UserError('prompts is one text: give a list of texts.')
     if len(domains) != len(prompts):
       raise errors.UserError(
         f'{len(domains)} domains for {len(prompts)} prompts: give one each.'

@@ -221,6 +221,15 @@ def test_stop_strings_end_and_limit(one):
     assert a['logprobs'] == b['logprobs'][:n]
 
 
+def test_a_text_alone_is_no_list_of_its_letters(one):
+  """As a stop it is one; as prompts it is refused."""
+  (whole,) = one.generate(['x'], **SAMPLED)
+  stop = 'none' + whole['text'][8:10]
+  assert one.generate(['x'], stop=stop, **SAMPLED) == [whole]
+  with support.refused('prompts is one text', 'list'):
+    one.generate('KING.', **SAMPLED)
+
+
 @pytest.mark.parametrize('mesh, devices', [('', 1), (MESH, 8)])
 def test_logits_that_are_not_finite_end_the_decoding(
   monkeypatch, mesh, devices
