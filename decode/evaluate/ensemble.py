@@ -125,7 +125,7 @@ class Scorer(score.Scorer):
       for at in range(new):
         z_EBV = np.asarray(jax.nn.log_softmax(jnp.stack(z), -1))
         sound = np.all(np.isfinite(z_EBV), axis=(0, 2))[:count]
-        bad = [(at, i) for i in np.flatnonzero(~sound)]
+        bad = [(at, i) for i in np.flatnonzero(~sound) if not made[i].finish]
         transcript.check_sound(bad, count, 'row')
         log_EB = np.asarray(jax.nn.log_softmax(log_EB, 0))
         chosen = np.asarray(mixed(log_EB, z_EBV)).argmax(-1)

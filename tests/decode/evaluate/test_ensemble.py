@@ -137,6 +137,27 @@ def test_texts_are_the_likeliest_tokens(mesh):
   assert made(mesh).texts(prompts, 8, (stop,))[0][1] == texts[1][:1]
 
 
+def test_numbers_behind_the_end_of_a_text_do_not_matter():
+  """A token that one row alone reads has no embedding."""
+  prompts, reader = [[258, *b'Sea'], [258]], made()
+  rows = []
+  for ids in prompts:
+    new = []
+    for _ in range(8):
+      new.append(int(after(PRIOR, [*ids, *new])[0].argmax()))
+    rows.append(new)
+  read = {*prompts[0], *prompts[1], *rows[1]}
+  at = next(i for i, t in enumerate(rows[0]) if t not in read)
+  reader._ends = (rows[0][at],)
+  texts = reader.texts(prompts, 8, ())
+  for params in reader._laid:
+    params['embedding'] = params['embedding'].at[rows[0][at]].set(np.nan)
+  assert reader.texts(prompts, 8, ()) == texts
+  reader._ends = ()
+  with pytest.raises(errors.IntegrityError, match=f'row 0 at step {at + 1} '):
+    reader.texts(prompts, 8, ())
+
+
 def test_greedy_tokens_are_seen():
   """The mixture's likeliest token need not be any single expert's."""
   ids = [258, *b'Sail over']
