@@ -193,7 +193,8 @@ NAMED = """
   scan_permute hot_twice kv_replicated eval_denominator ring_direction
   lse_correction window_hop tied_stage_part global_norm cache_position
   document_reset microbatch_index drop_order rsa_is_the_ring one_host
-  skipped_certified drops_certified
+  skipped_certified drops_certified clip_norm initial_seed adafactor_floor
+  mars_limit adam_epsilon kron_late
 """
 
 

@@ -314,4 +314,20 @@ TABLE = [
     'a side network has the gradients of other layers if states are made again',
     'tests/models/test_side.py::test_a_plain_loop[one kind-full]',
   ),
+  Mutation(
+    'prefix_cap',
+    'models/mixers/prefix.py',
+    's = mask.softcap * jnp.tanh(s / mask.softcap)',
+    'pass',
+    'scores of a prefix are not capped, those of its row are',
+    'tests/models/test_wiring.py::test_a_row_is_a_plain_loop[streams]',
+  ),
+  Mutation(
+    'init_std',
+    'models/mixers/attention.py',
+    'make = functools.partial(parameter.matrix, rngs, std=config.init_std)',
+    'make = functools.partial(parameter.matrix, rngs)',
+    'matrices of attention begin at another width than init_std',
+    'tests/models/mixers/test_protocol.py::test_matrices_begin_as_init_std_says',
+  ),
 ]

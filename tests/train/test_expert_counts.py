@@ -6,6 +6,8 @@ embedding, so every score follows from three parameters.
 Legend: B rows, T tokens, E experts, K choices, D model.
 """
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,6 +144,29 @@ def test_what_is_logged_of_experts(run):
       np.testing.assert_allclose(found[f'experts/{name}'], value, rtol=1e-6)
     (shares,) = found['experts/load'].values()
     np.testing.assert_allclose(shares, [load / load.sum()], rtol=1e-6)
+
+
+def test_what_is_said_of_a_step():
+  fields = dict(experts=dict(drop_limit=0.25), recurrent=dict(iterations=7))
+  config = schema.view(dict(model=fields)).model
+
+  def said(dropped, again):
+    values = {
+      'experts/dropped': dropped, 'experts/dropped_count': 5.0,
+      'newton/fallbacks': again,
+    }  # fmt: skip
+    lines, model = [], types.SimpleNamespace(config=config)
+    expert_counts.warn(model, 9, values, lines.append)
+    return ' '.join(lines)
+
+  assert not said(0.25, 0.0)
+  text = said(0.251, 0.0)
+  assert text.startswith(
+    'step 9: 5 assignments to experts, 25.1% of all, found'
+  )
+  assert 'model.experts.drop_limit=25.0%' in text and 'Newton' not in text
+  text = said(0.1, 0.5)
+  assert 'did not solve 50.0%' in text and 'recurrent.iterations=7' in text
 
 
 def test_a_bias_that_rises_with_the_load_is_seen(run, monkeypatch):

@@ -12,18 +12,27 @@ def test_the_config_says_which_mesh_is_used(tiny):
   mesh = job.config.mesh
   assert (mesh.data, mesh.fsdp, mesh.tensor) == (4, 1, 2)
   assert dict(job.mesh.shape)['data'] == 4
-  rest = tiny.job().config
-  assert rest == tiny.config()
+  rest = tiny.job()
+  assert rest.config == tiny.config()
+  # Tokens of the mean that a gradient is: of all rows, or of one replica's.
+  tokens = rest.config.train.batch_size * rest.config.data.sequence_length
+  assert rest.optimizer._tokens == tokens
+  alone = {'outer.exchange': 'mean', 'outer.period': 2}
+  alone = tiny.job(alone, 'replica=2,data=4')
+  assert alone.optimizer._tokens == tokens // 2
 
 
 def test_the_mesh_does_not_decide_the_state(tiny):
+  """The seed does."""
   states = []
-  for mesh, zero in (('fsdp=8', 0), ('data=2,fsdp=2,tensor=2', 3)):
-    job = tiny.job({'mesh.zero': zero}, mesh)
+  meshes = ('fsdp=8', 0, 3), ('data=2,fsdp=2,tensor=2', 3, 3), ('fsdp=8', 0, 4)
+  for mesh, zero, seed in meshes:
+    job = tiny.job({'mesh.zero': zero, 'train.seed': seed}, mesh)
     with job.context():
       states.append(jax.tree.map(np.asarray, job.initial_state().params))
   jax.tree.map(np.testing.assert_array_equal, states[0], states[1])
-  assert np.std(states[0]['embedding']) > 0.01
+  one, other = (state['embedding'] for state in states[1:])
+  assert np.std(one) > 0.01 and (one != other).mean() > 0.99
 
 
 @pytest.mark.parametrize(

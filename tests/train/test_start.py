@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import support
 
+from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import store as store_lib
@@ -177,6 +178,16 @@ def test_no_leaf_is_made_and_read(tiny, first, monkeypatch):
   start.begin(job, source, like, lambda line: None)
   assert seen[1] >= 2 * size - 64
   del held
+
+
+def test_a_store_is_as_the_fields_say():
+  given = dict(
+    keep=5, asynchronous=False, failures=2, verify_every=7, host_bytes=2**30,
+    chunk_bytes=2**13,
+  )  # fmt: skip
+  options = start.kept(schema.view(dict(checkpoint=given)))
+  assert {name: getattr(options, name) for name in given} == given
+  assert set(given) == {*options._fields} - {'committed'}
 
 
 def test_resumed_runs_keep_their_origin(tiny, first, tmp_path):

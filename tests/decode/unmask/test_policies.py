@@ -92,7 +92,7 @@ def test_ends_are_later():
 
 def test_credit():
   """By hand: three calls, the first token ahead in two of them."""
-  given = policy(credit_weight=0.7, credit_decay=0.8, credit_power=0.2)
+  given = policy(credit_weight=0.7, credit_decay=0.9, credit_power=0.3)
   calls = [
     np.array([[[1.0, 0.0]]]),
     np.array([[[2.0, 0.0]]]),
@@ -104,8 +104,8 @@ def test_credit():
       given, jnp.array(z), credit, jnp.ones((1, 1), bool)
     )
     p = np.exp(z[0, 0]) / np.exp(z[0, 0]).sum()
-    want = [0.8 * x for x in want]
-    want[int(p.argmax())] += p.max() ** 0.2
+    want = [0.9 * x for x in want]
+    want[int(p.argmax())] += p.max() ** 0.3
     np.testing.assert_allclose(credit[0, 0], want, rtol=1e-5)
     np.testing.assert_allclose(
       fused[0, 0], z[0, 0] + 0.7 * np.log1p(want), rtol=1e-5

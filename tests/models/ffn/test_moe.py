@@ -174,7 +174,7 @@ def reference(c, wide=False, load=False):
     elif e.shared_gate:
       y = y + jax.nn.sigmoid(x @ params['shared_gate']) * beside
     elif e.shared:
-      y = y + beside
+      y = y + e.shared_scale * beside
     return (y * u).sum() + sum(terms.values()), (y, p, terms)
 
   differentiated = jax.jit(jax.grad(objective, (0, 1), has_aux=True))
@@ -202,7 +202,7 @@ FORMS = {
   'gelu': dict(mlp='gelu', normalise=False, balance_scope='sequence'),
   'deepseek': dict(
     mlp='geglu', scores='sigmoid', groups=4, top_groups=2, scale=2.5, shared=2,
-    bias_rate=0.01, top_k=3,
+    shared_scale=0.5, bias_rate=0.01, top_k=3,
   ),
   'gpt_oss': dict(mlp='clamped', mlp_bias=True, router_bias=True),
   'qwen2': dict(shared=2, shared_gate=True, normalise=False, router_z=0.0),

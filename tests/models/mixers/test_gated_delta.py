@@ -29,7 +29,7 @@ def config_of(**own):
     heads=G, value_heads=N, key_dim=K, value_dim=V, conv_width=W
   ) | own  # fmt: skip
   return schema.Model(
-    d_model=D, num_heads=2, num_layers=2, pattern='D', dtype='float64',
+    d_model=D, num_heads=3, num_layers=2, pattern='D', dtype='float64',
     param_dtype='float64', gated_delta=mixer_schema.GatedDelta(**own),
   )  # fmt: skip
 

@@ -41,7 +41,9 @@ def reference(config, w, x, segments, positions):
   return jnp.stack(out)
 
 
-@pytest.mark.parametrize('own', [{}, dict(conv_width=W)], ids=str)
+@pytest.mark.parametrize(
+  'own', [dict(gate_normaliser=4.0), dict(conv_width=W)], ids=str
+)
 def test_output_and_every_gradient_are_those_of_the_loop(own):
   config = schema.Model(
     d_model=D, num_heads=N, num_layers=1,
@@ -62,3 +64,6 @@ def test_output_and_every_gradient_are_those_of_the_loop(own):
 def test_widths_of_heads():
   config = schema.Model(d_model=64, num_heads=4)
   assert gated_linear.sizes(config) == (4, 8, 16)
+  own = mixer_schema.GatedLinear(heads=2, key_expand=0.25, value_expand=2.0)
+  config = schema.Model(d_model=64, num_heads=4, gated_linear=own)
+  assert gated_linear.sizes(config) == (2, 8, 64)

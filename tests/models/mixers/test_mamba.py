@@ -22,7 +22,7 @@ from paraxis.models.mixers import mamba
 pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, D, V = 3, 13, 8, 32
-N, P, S, W, R = 4, 4, 3, 4, 2
+N, P, S, W, R = 4, 4, 3, 3, 2
 TINY = dict(
   vocab_size=V, d_model=D, num_heads=2, head_dim=4, d_ff=16, num_layers=3,
   dtype='float64', param_dtype='float64', attention_block=8,
@@ -30,7 +30,7 @@ TINY = dict(
 OWN = dict(head_dim=P, state=S, conv_width=W, dt_rank=R)
 # name -> (module, fields of mixer_schema.Mamba)
 KINDS = {
-  'M': (mamba.Mamba2, dict(groups=2)),
+  'M': (mamba.Mamba2, dict(groups=2, step_floor=0.6)),
   'S': (mamba.Mamba, {}),
   'S normed': (mamba.Mamba, dict(inner_norm=True)),
   'S unscaled': (
@@ -75,6 +75,7 @@ def step_mamba2(w, config, carry, x, first):
   shared, others = convolved(w, 'shared', others, shared, at(5))
   z = jnp.einsum('bd,dnp->bnp', x, w['gate'])
   dt = jax.nn.softplus(x @ w['step'] + w['step_bias'])
+  dt = jnp.maximum(dt, config.mamba.step_floor)
   # Heads of a group follow one another.
   b, c = (shared[:, i, np.arange(N) * groups // N] for i in range(2))
   a = jnp.exp(-dt * jnp.exp(w['a_log']))
@@ -151,7 +152,7 @@ def test_narrow_arithmetic_keeps_wide_states(name):
 
 def test_what_is_drawn():
   """Steps log-uniform, rates uniform or 1 to S, and nothing of them decays."""
-  own = dict(head_dim=1, state=5, dt_min=0.01, dt_max=0.2)
+  own = dict(head_dim=1, state=5, expand=3, dt_min=0.01, dt_max=0.2)
   config = config_of(own, d_model=64)
   two, one = (drawn(kind, config) for kind in (mamba.Mamba2, mamba.Mamba))
   low, high = np.log([0.01, 0.2])
@@ -165,7 +166,7 @@ def test_what_is_drawn():
   rates = np.exp(two[0]['a_log'])
   assert 1 <= rates.min() < rates.max() <= 16 and abs(rates.mean() - 8.5) < 1
   np.testing.assert_allclose(
-    np.exp(one[0]['a_log']), np.arange(1, 6) * np.ones((128, 1)), rtol=1e-6
+    np.exp(one[0]['a_log']), np.arange(1, 6) * np.ones((192, 1)), rtol=1e-6
   )
 
 

@@ -19,6 +19,7 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.models import layer
+from paraxis.models import parameter
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import protocol as mixer
 
@@ -43,7 +44,7 @@ def fields(pattern, **more):
     gated_linear=dict(gate_rank=3, conv_width=3),
     mamba=dict(head_dim=4, state=4, dt_rank=2, groups=2),
     hybrid=dict(attention_rank=3, mlp_rank=2),
-    recurrent=dict(tolerance=1e-13),
+    recurrent=dict(tolerance=1e-13, init_std=0.5),
     tcn=dict(kernel=3, depth=2, chunk=6),
     gated_delta=dict(value_heads=4, key_dim=4, value_dim=3),
     latent=dict(rank=6, nope_dim=4, rope_dim=4, value_dim=6, groups=2),
@@ -223,6 +224,25 @@ def test_bad_patterns_get_one_line(change, text):
   with pytest.raises(errors.UserError, match=text) as e:
     model_checks.check_model(schema.Model(**dict(num_heads=2) | change))
   assert '\n' not in str(e.value)
+
+
+def test_matrices_begin_as_init_std_says(monkeypatch):
+  """Those that add to residuals 1 / sqrt(2 L) as wide; steps of kind S and
+  adapters by their own rank. Of numbers that are all drawn as 1."""
+  monkeypatch.setattr(jax.random, 'normal', lambda key, shape: jnp.ones(shape))
+  many = fields(LETTERS, num_layers=len(LETTERS), init_std=1e-3)
+  model = decoder.Decoder(many)
+  params = jax.jit(model.init)(jax.random.key(0))
+  own = {'layers/mamba/step_up'}
+  for path in (p for p, kind in model.kinds.items() if kind == 'matrix'):
+    if path.endswith(parameter.OWN_ADAPTERS):
+      continue
+    added = path.endswith(('/output', 'mlp/down', 'tcn/hidden'))
+    wanted = 1e-3 * (2 * len(LETTERS)) ** (-0.5 * added)
+    found = float(params[path].ravel()[0])
+    assert np.isclose(found, wanted, 1e-6) == (path not in own), path
+  for name in (layer.MIXERS[kind].name for kind in 'RL'):
+    assert (params[f'layers/{name}/recurrent'] == 0.5).all()
 
 
 def test_layers_without_an_mlp_have_no_parameters_for_one():

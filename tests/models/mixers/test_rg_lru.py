@@ -22,9 +22,9 @@ B, T, D, N, H, W = 3, 9, 6, 2, 4, 3
 
 
 def config_of(**own):
-  own = dict(width=N * H, conv_width=W) | own
+  own = dict(width=N * H, heads=N, conv_width=W) | own
   return schema.Model(
-    d_model=D, num_heads=N, num_layers=2, pattern='U', dtype='float64',
+    d_model=D, num_heads=3, num_layers=2, pattern='U', dtype='float64',
     param_dtype='float64', rg_lru=mixer_schema.RgLru(**own),
   )  # fmt: skip
 

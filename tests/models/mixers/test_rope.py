@@ -44,7 +44,7 @@ def test_rotation_is_a_complex_product():
 def test_llama3_keeps_short_waves_and_stretches_long_ones():
   c = config(
     rope_theta=1e4, rope_scaling='llama3', rope_factor=8.0,
-    rope_original_length=64,
+    rope_original_length=64, rope_low_frequency=2.0, rope_high_frequency=8.0,
   )  # fmt: skip
   plain, _ = rope.frequencies(config(rope_theta=1e4), 16)
   f, factor = rope.frequencies(c, 16)
@@ -52,12 +52,12 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
   kinds = set()
   for got, base in zip(f, plain, strict=True):
     wave = 2 * math.pi / base
-    if wave < 64 / 4:
+    if wave < 64 / 8:
       want, kind = base, 'short'
-    elif wave > 64 / 1:
+    elif wave > 64 / 2:
       want, kind = base / 8, 'long'
     else:
-      smooth = (64 / wave - 1) / (4 - 1)
+      smooth = (64 / wave - 2) / (8 - 2)
       want, kind = (1 - smooth) * base / 8 + smooth * base, 'between'
     kinds.add(kind)
     np.testing.assert_allclose(got, want, rtol=1e-12)
@@ -70,18 +70,18 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
 def test_yarn_ramps_over_dimensions_and_scales_the_scores(fast, whole):
   c = config(
     rope_theta=50.0, rope_scaling='yarn', rope_factor=4.0,
-    rope_original_length=512, rope_high_frequency=fast,
+    rope_original_length=512, rope_high_frequency=fast, rope_low_frequency=2.0,
     rope_truncate=whole, rope_mscale=0.5 if whole else 0.0,
   )  # fmt: skip
   plain, _ = rope.frequencies(config(rope_theta=50.0), 16)
   f, factor = rope.frequencies(c, 16)
   np.testing.assert_allclose(factor, 0.05 * math.log(4) + 1 if whole else 1)
-  # Dimensions that turn so often and once within 512 tokens, rounded outward.
+  # Dimensions that turn so often and twice within 512 tokens, rounded outward.
   down, up = (math.floor, math.ceil) if whole else (float, float)
   first = down(8 * math.log(512 / (fast * 2 * math.pi)) / math.log(50))
   assert (first < 0) == (fast > 8)
   first = max(first, 0)
-  last = up(8 * math.log(512 / (2 * math.pi)) / math.log(50))
+  last = up(8 * math.log(512 / (2 * 2 * math.pi)) / math.log(50))
   assert first + 2 < last
   for i in range(8):
     ramp = min(max((i - first) / (last - first), 0), 1)

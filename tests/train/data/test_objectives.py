@@ -6,6 +6,7 @@ Legend: B rows, T slots of a row.
 import dataclasses
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -198,6 +199,22 @@ def test_weights_are_one_in_expectation(complementary):
   assert abs((made > 0).mean() - 0.5) < 0.01  # what weights of 1 would give
   shares = (made > 0).mean(2)
   assert shares.std(1).mean() > 0.25, 'rows of a step have their own share'
+
+
+@pytest.mark.parametrize('noise', (0.0, 1 - 2**-53))
+@pytest.mark.parametrize('complementary', (False, True))
+def test_weights_are_bounded(monkeypatch, complementary, noise):
+  """At the ends of what a generator draws."""
+  drawn = types.SimpleNamespace(random=lambda size=(): np.full(size, noise))
+  monkeypatch.setattr(objectives, '_stream', lambda *counter: drawn)
+  train = dict(complementary=complementary)
+  for model in (dict(), dict(visibility='block', block=8)):
+    train['objective'] = 'block' if model else 'masked'
+    (made,) = _drawn(config_of(model=model, train=train), 1)
+    most, bound = made.weights.max(), 1 / objectives.LEAST
+    assert most <= bound * (1 + 1e-6)
+    if noise == 0 or complementary:  # the last mask of a view, or of the other
+      np.testing.assert_allclose(most, bound)
 
 
 @pytest.mark.parametrize('changed, words', [

@@ -73,6 +73,9 @@ def _settings(**changes):
     warmup_steps=2,
     b1=0.8,
     b2=0.9,
+    epsilon=0.3,
+    weight_decay=0.3,
+    matrix_momentum=0.9,
   )
   return schema.Optimizer(**{**base, **changes})
 
