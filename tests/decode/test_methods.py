@@ -493,7 +493,7 @@ def test_rejection_keeps_more_than_independent_draws_that_agree():
     r['calls'] for r in made.generate(PROMPTS * 20, **SAMPLED, **how)
   )
   rejected, replayed = calls(**REJECTION), calls(**DRAFT)
-  assert rejected < 60 * 23 and replayed < 60 * 23
+  assert rejected < replayed < 60 * 23
 
 
 def test_rejection_of_a_tree_is_that_of_one_choice_after_the_other():
