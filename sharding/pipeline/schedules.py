@@ -50,6 +50,7 @@ CHUNKS = {
   'skip': (1, 1),
 }
 NAMES = tuple(CHUNKS)
+MOST_CELLS = 2**18  # of a table, which a Python loop fills in seconds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -290,6 +291,13 @@ def _check(name, stages, microbatches, chunks):
     hint = f', or take {other[name]}' if name in other else ''
     raise errors.UserError(
       f'{name} runs {wanted} on each stage, got chunks={chunks}{hint}.'
+    )
+  cells = stages * chunks * (microbatches + stages)
+  if cells > MOST_CELLS:
+    raise errors.UserError(
+      f'{name}: stages={stages} x chunks={chunks} x (microbatches='
+      f'{microbatches} + stages) is a table of {cells:,} operations, more than '
+      f'{MOST_CELLS:,}: take fewer.'
     )
   if name != 'v_half' and chunks > 1 and microbatches % stages:
     below = microbatches // stages * stages

@@ -121,6 +121,8 @@ def test_text():
     (('skip', 4, 8, 2), 'runs 1 chunk'),
     (('gpipe', 0, 8), 'stages=0, but at least 1'),
     (('gpipe', 4, 0), 'microbatches=0, but at least 1'),
+    (('one_f_one_b', 2, 2**17), '(microbatches=131072 + stages)'),
+    (('one_f_one_b', 2**9, 1), 'a table of 262,656 operations, more than'),
     (('gpipe', 4, 8, 1, 0.5), 'is for the schedule skip'),
     (('skip', 4, 8, 1, 0.9), 'at most 3. The nearest that are: 0.5, 0.75.'),
     (
