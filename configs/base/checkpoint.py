@@ -3,6 +3,7 @@
 import dataclasses
 
 from paraxis.configs.base.errors import UserError
+from paraxis.configs.base.field import MOST_BYTES
 from paraxis.configs.base.field import field
 
 LEAST_CHUNK = 4096  # bytes: a block of a disk, of which no part is read
@@ -29,13 +30,17 @@ class Checkpoint:
     10, 'commits between those that are read back and compared; 0: none', low=0
   )
   host_bytes: int = field(
-    0, 'host memory of copies not yet written; 0: of two copies', low=0
+    0,
+    'host memory of copies not yet written; 0: of two copies',
+    low=0,
+    high=MOST_BYTES,
   )
   chunk_bytes: int = field(
     0,
     'most that a stored chunk holds, from 4096: a process on another layout '
     'reads whole chunks; 0: a shard of the process that writes',
     low=0,
+    high=MOST_BYTES,
   )
 
   def __post_init__(self):

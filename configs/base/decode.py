@@ -150,7 +150,7 @@ class Decode:
   min_p: float = field(
     0.0, 'keep tokens this likely relative to the best', low=0.0, high=1.0
   )
-  seed: int = field(0, 'random seed of sampling', low=0)
+  seed: int = field(0, 'random seed of sampling', low=0, high=2**32 - 1)
   method: str = field(
     'autoregressive',
     'what drafts tokens that one call of the model judges: '

@@ -79,7 +79,8 @@ def _table(given, path):
       meta = dict(doc='', choices=None, low=None, high=None)
       if name in declared:
         meta |= declared[name].metadata
-      out[name] = field_lib.field(value, **meta)
+      # With no bounds but their own: who knows what reads them.
+      out[name] = dataclasses.field(default=value, metadata=meta)
       field_lib.check(here, out[name], value)
   return out
 

@@ -6,13 +6,20 @@ import math
 
 from paraxis.configs.base.errors import UserError
 
+# What a traced program can hold: int32 and float32.
+MOST = {int: 2**31 - 1, float: 3.4e38}
+MOST_BYTES = 2**63 - 1  # of memory or of a file
 MOST_WIDTH = 2**20  # of an array's rows or columns; 50 times the widest known
 MOST_LENGTH = 2**24  # tokens of a row
 _FLOAT_BITS = 1023  # of a whole number that is a float, whatever it rounds to
 
 
 def field(default, doc, choices=None, low=None, high=None):
-  """A dataclass field with its documentation and its valid values."""
+  """A dataclass field with its documentation and its valid values.
+
+  high: None: what a traced program can hold.
+  """
+  high = MOST.get(type(default)) if high is None else high
   return dataclasses.field(
     default=default,
     metadata=dict(doc=doc, choices=choices, low=low, high=high),

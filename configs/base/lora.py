@@ -11,7 +11,7 @@ class Lora:
 
   rank: int = field(0, 'inner width of the adapters; 0: none', low=0)
   alpha: float = field(
-    16.0, 'adapters add alpha / rank x their product', low=0.0
+    16.0, 'adapters add alpha / rank x their product', low=1e-9
   )
   targets: str = field(
     '',

@@ -21,9 +21,11 @@ class GatedLinear:
   """Gated linear attention, kind G (models/mixers/gated_linear.py)."""
 
   heads: int = field(0, 'heads; 0: model.num_heads', low=0, high=MOST_WIDTH)
-  key_expand: float = field(0.5, 'width of all keys / model.d_model', low=0.0)
+  key_expand: float = field(
+    0.5, 'width of all keys / model.d_model', low=0.0, high=MOST_WIDTH
+  )
   value_expand: float = field(
-    1.0, 'width of all values / model.d_model', low=0.0
+    1.0, 'width of all values / model.d_model', low=0.0, high=MOST_WIDTH
   )
   gate_rank: int = field(
     16, 'rank of the map from a token to decays', low=1, high=MOST_WIDTH
@@ -95,7 +97,7 @@ class Tcn:
     64, 'width of the queries and keys', low=1, high=MOST_WIDTH
   )
   value_expand: float = field(
-    2.0, 'width of the values / model.d_model', low=0.0
+    2.0, 'width of the values / model.d_model', low=0.0, high=MOST_WIDTH
   )
 
 

@@ -97,6 +97,7 @@ def size(region: tuple[str, ...]) -> int:
 def slots(plan: DispatchPlan, tokens: int, choices: int) -> int:
   """Capacity of an expert for one device's tokens; 0: unlimited."""
   exact = tokens * choices / plan.experts * plan.factor
+  exact = min(tokens, exact)  # of a token's experts each is another
   return math.ceil(float(f'{exact:.9g}'))  # 55.00000000000001 is 55
 
 

@@ -89,6 +89,7 @@ mesh=modle=8 | 'modle'
 mesh=data=-1,fsdp=3 | 3 places for 8 devices
 mesh.rules=fdsp | mesh.rules='fdsp' | Did you mean 'fsdp'?
 train.batch_size=6 | train.batch_size=6 | size 6 | data=2 x fsdp=2 | (4 shards)
+mesh=stage=2,data=4, train.microbatches=131072 | microbatches=262144 + stages
 train.microbatches=3 | train.batch_size=8 | train.microbatches=3
 train.microbatches=4 | train.batch_size=8 in 4 microbatches | size 2
     | (4 shards)
@@ -252,6 +253,12 @@ QUICK = ['train', '--config=quickstart']
         ('model.num_heads', 10**8, 2**20),
         ('model.mamba.state', 10**9, 2**20),
         ('model.tcn.depth', 10**6, 64),
+        ('model.gated_linear.value_expand', 1e30, 2**20),
+        ('model.window', 2**31, 2**31 - 1),
+        ('optimizer.warmup_steps', 3 * 10**9, 2**31 - 1),
+        ('optimizer.learning_rate', 1e39, 3.4e38),
+        ('checkpoint.host_bytes', 2**63, 2**63 - 1),
+        ('decode.seed', 2**32, 2**32 - 1),
         ('data.sequence_length', 10**8, 2**24),
         ('data.sequence_length', 10**12, 2**24),
         ('decode.cache_length', 10**12, 2**24),

@@ -184,7 +184,8 @@ def test_one_device(factor):
 @pytest.mark.parametrize(
   'tokens, choices, experts, factor, capacity',
   [
-    (50, 2, 2, 1.1, 55),  # 55.00000000000001 in floating point
+    (100, 1, 2, 1.1, 55),  # 55.00000000000001 in floating point
+    (16, 2, 4, 1e30, 16),  # a token has another expert each time
     (48, 5, 8, 8 / 5, 48),
     (9, 1, 8, 1.0, 2),
     (8, 1, 8, 1.0001, 2),
