@@ -17,6 +17,7 @@ from paraxis.configs.base import field
 from paraxis.configs.base import user_file
 
 PLATFORMS = 'cpu', 'gpu', 'cuda', 'rocm', 'tpu'  # of jax's own
+MOST_VIRTUAL = 4096  # devices of a CPU
 _OF_THEM = 'cuda', 'rocm', 'libtpu'  # in the names of plugins for these
 
 
@@ -59,7 +60,13 @@ def check_platforms(text):
 
 
 def check_virtual(count, text):
-  """UserError if JAX_PLATFORMS=text excludes the --devices=count asked for."""
+  """UserError if JAX_PLATFORMS=text excludes the --devices=count asked for, or
+  they are more than XLA starts: it would end the process."""
+  if count > MOST_VIRTUAL:
+    raise errors.UserError(
+      f'--devices={count} asks for more than {MOST_VIRTUAL} virtual CPU '
+      'devices: take fewer.'
+    )
   if text and 'cpu' not in text.split(','):
     raise errors.UserError(
       f'--devices={count} asks for virtual CPU devices, JAX_PLATFORMS={text} '

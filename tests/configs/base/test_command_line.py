@@ -245,6 +245,8 @@ def test_virtual_devices_and_another_platform(monkeypatch):
   for text in ('', 'cpu', 'tpu,cpu'):
     monkeypatch.setenv('JAX_PLATFORMS', text)
     assert command_line.parse(['--devices=2'], rows)[0].devices == 2
+    with support.refused('--devices=3000000000 ', '4096 virtual'):
+      command_line.parse(['--devices=3000000000'], rows)
 
 
 def test_a_platform_that_is_not_here(tmp_path):
