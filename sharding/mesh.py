@@ -22,6 +22,7 @@ if typing.TYPE_CHECKING:
   import jax
 
 AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
+MOST = 2**17  # devices; every size of an axis is tried for what divides
 
 
 def parse(text: str) -> dict[str, int]:
@@ -155,6 +156,11 @@ def abstract(sizes: Mapping[str, int]) -> 'jax.sharding.AbstractMesh':
   if bad:
     raise errors.UserError(
       f'mesh {",".join(bad)}: without devices every size must be given.'
+    )
+  if math.prod(full.values()) > MOST:
+    raise errors.UserError(
+      f'mesh {describe(full)} has {math.prod(full.values()):,} places, more '
+      f'than {MOST:,}: take smaller sizes.'
     )
   explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
   return jax.sharding.AbstractMesh(

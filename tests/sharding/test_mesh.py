@@ -93,6 +93,8 @@ def test_abstract_needs_no_devices():
     (mesh.abstract, (dict(data=-1, tensor=4),),
      ['mesh data=-1: ', 'every size must be given']),
     (mesh.abstract, (dict(data=0, fsdp=-2),), ['mesh data=0,fsdp=-2']),
+    (mesh.abstract, (dict(data=2**31 - 1, tensor=2),),
+     ['data=2147483647,tensor=2 has 4,294,967,294 places', '131,072']),
   ],
 )  # fmt: skip
 def test_what_is_no_mesh_is_an_error(function, given, words):
