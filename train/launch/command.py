@@ -1,6 +1,7 @@
 """`paraxis launch`: the processes of a run, on this machine or on several."""
 
 import glob
+import math
 import os
 import random
 import re
@@ -107,8 +108,8 @@ def _bound(host, port):
       # With SO_REUSEADDR, as in the roll call.
       socket.create_server((host, port), family=family).close()
       return port
-    except OSError as e:
-      why = e.strerror or e
+    except (OSError, UnicodeError) as e:  # as of a name with an empty part
+      why = getattr(e, 'strerror', None) or e
   raise errors.UserError(
     f'{host}:{ports[0]} is not to be had for process 0 ({why}): give another '
     '--port, or an address of this machine.'
@@ -134,6 +135,14 @@ def _ranks(place, processes, devices, command, shares):
 
 def _launch(values, _, command):
   _check(command)
+  if not 0 <= values.backoff < math.inf:
+    raise errors.UserError(
+      f'--backoff={values.backoff}: give seconds, at least 0.'
+    )
+  if values.port > 65535:
+    raise errors.UserError(
+      f'--port={values.port} is above 65535, the highest port.'
+    )
   environ = os.environ
   place = places.find(values.hosts, values.host, values.num_hosts, environ)
   place = place._replace(port=values.port or place.port)

@@ -68,7 +68,12 @@ def find(hosts, number, count, environ) -> Place:
     UserError: what is given, or what the environment says, is not enough.
   """
   if hosts:
-    return _given(hosts, number)
+    return _given(hosts, number, count)
+  if number >= 0:
+    raise errors.UserError(
+      f'--host={number} is one of --hosts: name the machines, '
+      '--hosts=HOST,HOST.'
+    )
   try:
     found = _slurm(environ, count) or _tpu(environ)
     found = found or _kubernetes(environ, count)
@@ -79,10 +84,10 @@ def find(hosts, number, count, environ) -> Place:
       f'what the scheduler says of its machines is not understood ({e}): give '
       '--hosts=HOST,HOST and --host=NUMBER.'
     ) from e
-  if not found and (number >= 0 or count > 1):
+  if not found and count > 1:
     raise errors.UserError(
-      f'--host={number}, --num_hosts={count}: no Slurm step, TPU slice or '
-      'Indexed Job is found here; name the machines: --hosts=HOST,HOST.'
+      f'--num_hosts={count}: no Slurm step, TPU slice or Indexed Job is found '
+      'here; name the machines: --hosts=HOST,HOST.'
     )
   found = found or Place(1, 0, LOOPBACK, 0, 'one machine')
   if not 0 <= found.number < found.count:
@@ -92,13 +97,20 @@ def find(hosts, number, count, environ) -> Place:
   return found
 
 
-def _given(hosts, number):
+def _given(hosts, number, count):
+  given = f'--hosts={",".join(hosts)}'
+  if not all(hosts):
+    raise errors.UserError(f'{given}: one of the names is empty.')
+  if count not in (0, len(hosts)):
+    raise errors.UserError(
+      f'--num_hosts={count}, but {given} names {len(hosts)}: leave it out.'
+    )
   if number < 0:
     own = [i for i, host in enumerate(hosts) if len(hosts) == 1 or _own(host)]
     if len(own) != 1:
       raise errors.UserError(
-        f'{len(own)} of --hosts={",".join(hosts)} are addresses of this '
-        f'machine: give its number, --host=0 to --host={len(hosts) - 1}.'
+        f'{len(own)} of {given} are addresses of this machine: give its '
+        f'number, --host=0 to --host={len(hosts) - 1}.'
       )
     number = own[0]
   if number >= len(hosts):
@@ -114,7 +126,7 @@ def _own(host):
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     socket.create_server((host, 0), family=family).close()
     return True
-  except OSError:
+  except (OSError, UnicodeError):  # as of a name with an empty part
     return False
 
 

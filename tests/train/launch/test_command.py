@@ -50,6 +50,12 @@ def started(monkeypatch):
     (['two', '--', 'train'], ["unexpected argument 'two'"]),
     (['--host=1', '--', 'train'], ['--host=1', '--hosts']),
     (['--hosts=192.0.2.7', '--', 'train'], ['192.0.2.7', 'not to be had']),
+    (['--port=70000', '--', 'train'], ['--port=70000 is above 65535']),
+    (['--hosts=node..x', '--', 'train'], ['node..x', 'not to be had']),
+    (['--hosts=node..x,b', '--', 'train'], ['0 of --hosts=node..x,b are']),
+    (['--hosts=a,b,', '--', 'train'], ['--hosts=a,b,: one', 'is empty']),
+    (['--backoff=-1', '--', 'train'], ['--backoff=-1.0']),
+    (['--backoff=nan', '--', 'train'], ['--backoff=nan']),
   ],
 )  # fmt: skip
 def test_bad_input(started, capsys, argv, words):

@@ -111,5 +111,8 @@ def test_plain_hosts_find_themselves():
     _find({}, ['192.0.2.7', '192.0.2.8'])
   with support.refused('--host=2 is not in 0 .. 1'):
     _find({}, there, 2)
-  with support.refused('--host=1', 'name the machines'):
-    _find({}, number=1)
+  for environ in ({}, SLURM):
+    with support.refused('--host=1', 'name the machines'):
+      _find(environ, number=1)
+  with support.refused('--num_hosts=4', 'names 2'):
+    _find({}, there, count=4)
