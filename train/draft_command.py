@@ -4,6 +4,7 @@ The text is split as for training; drafts learn the training part, and their
 accuracy is that of the held-out part.
 """
 
+import math
 import pathlib
 import tempfile
 
@@ -15,6 +16,8 @@ KINDS = 'medusa', 'speculative', 'eagle', 'falcon', 'ppd', 'filter'
 SHORT = 64  # tokens of a row of ppd, each with prompt tokens behind it
 # --steps and --rate that are not given.
 STEPS, RATE = dict(filter=2000), dict(filter=1e-2)
+# Flags that not every --method reads.
+READ = dict(heads=('medusa', 'ppd'), block=('filter',), words=KINDS[:-1])
 USED = {
   'filter': 'unmask --config.decode.unmask.score=filter '
   '--config.decode.unmask.count=threshold'
@@ -43,6 +46,21 @@ def _check(values):
     raise errors.UserError(
       f'--method={values.method} --draft_layers={values.draft_layers}: '
       'speculative needs the number of layers that draft, others have none.'
+    )
+  for name, kinds in READ.items():
+    if values[name].present and values.method not in kinds:
+      raise errors.UserError(
+        f'--{name}={values[name].value} is read by --method='
+        f'{" and ".join(kinds)}, not by {values.method}: leave it out.'
+      )
+  if values.method in READ['heads'] and values.heads >= length:
+    raise errors.UserError(
+      f'--heads={values.heads}: in a row of --length={length} tokens at most '
+      f'{length - 1} come after one; take fewer, or longer rows.'
+    )
+  if not 0 <= values.rate < math.inf:
+    raise errors.UserError(
+      f'--rate={values.rate}: give a learning rate above 0; 0: the usual one.'
     )
   if values.draft_group > max(values.draft_layers, 1):
     raise errors.UserError(
