@@ -32,6 +32,11 @@ class Ramp(NamedTuple):
     """Rows of a step, counted from 0."""
     return min(self.final, self.start + self.increment * (step // self.every))
 
+  @property
+  def grown(self):
+    """The first step of `final` rows."""
+    return self.every * -(-(self.final - self.start) // self.increment)
+
   def split(self, rows):
     """(microbatches, rows of each) of a step of so many rows."""
     width = self.width or rows
@@ -39,8 +44,7 @@ class Ramp(NamedTuple):
 
   def before(self, step):
     """Rows of all steps before a step."""
-    full = -(-(self.final - self.start) // self.increment)  # sizes below final
-    done = min(step // self.every, full)
+    done = min(step // self.every, self.grown // self.every)
     grown = done * self.start + self.increment * done * (done - 1) // 2
     return self.every * grown + (step - done * self.every) * self.rows(
       done * self.every

@@ -115,8 +115,8 @@ class Batches:
 
   def epochs(self, steps):
     """{domain or source: how often so many steps read it}; to a row each."""
-    read = sum(self.size_at(t) for t in range(steps)) / self._views
-    total = sum(weight for weight, _ in self.parts.values())
+    read = self.ramp.before(steps) if self.ramp else steps * self.batch_size
+    total = self._views * sum(weight for weight, _ in self.parts.values())
     return {n: read * w / total / rows for n, (w, rows) in self.parts.items()}
 
   def size_at(self, t):

@@ -94,9 +94,24 @@ def shares(config) -> dict[int, float]:
   length, found = config.data.sequence_length, collections.Counter()
   if cycle is WHOLE:
     return {length: 1.0}
-  for t in range(config.train.steps):
-    found[length // cycle.pieces(t)] += ramp.rows(t) if ramp else 1
-  return {size: n / found.total() for size, n in found.items()}
+  steps = config.train.steps
+  before = ramp.before if ramp else int  # rows, or steps, before a step
+  phases = [(k, each or steps) for k, each in cycle.phases]
+  period = sum(each for _, each in phases)
+
+  def add(first, times=1):
+    for k, each in phases:
+      last = min(first + each, steps)
+      found[length // k] += times * (before(last) - before(first))
+      first = last
+
+  rounds = steps // period
+  growing = min(-(-ramp.grown // period) if ramp else 0, rounds)
+  for i in range(growing):
+    add(i * period)
+  add(growing * period, rounds - growing)  # all alike
+  add(rounds * period)  # what is left
+  return {size: n / found.total() for size, n in found.items() if n}
 
 
 def fold(batch, pieces):

@@ -341,6 +341,9 @@ def test_a_ramp_reads_the_rows_of_the_order_one_after_the_other(folder):
   single = make(folder, dict(batch_size=1))
   sizes = [grown.size_at(t) for t in range(10)]
   assert sizes == [2, 2, 4, 4, 6, 6, 8, 8, 8, 8]
+  assert grown.epochs(7) == {None: 32 / grown.rows}
+  with support.within(5):  # no loop over steps
+    assert single.epochs(2**31 - 1) == {None: (2**31 - 1) / single.rows}
   read = np.concatenate([grown.rows_at(t) for t in range(10)])
   wanted = [single.rows_at(t)[0] for t in range(sum(sizes))]
   np.testing.assert_array_equal(read, wanted)

@@ -1,5 +1,6 @@
 """Steps of other shapes: rows that are cut, by a plain loop, and whole runs."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,6 +16,7 @@ from paraxis.models.text import tokenizer
 from paraxis.train import program as job_lib
 from paraxis.train.certify import trial
 from paraxis.train.certify import verify
+from paraxis.train.data import batch_ramp
 from paraxis.train.data import batches as data
 from paraxis.train.data import shape_cycle
 from paraxis.train.data import token_cache
@@ -44,6 +46,22 @@ def test_pieces_of_a_step(text, wanted):
   assert [cycle.pieces(t) for t in range(13)] == wanted
   for steps in (1, 3, 13):
     assert cycle.all(steps) == sorted(set(wanted[:steps]))
+
+
+@pytest.mark.parametrize('text', ['4:2,2:1,1:3', '4:2,2:1,1', '2:1,1:1', '8:3'])
+@pytest.mark.parametrize('ramp', ['', '2:2:1', '1:3:4'])
+def test_shares_are_of_rows_read(text, ramp):
+  for steps in (1, 3, 6, 13, 40):
+    config = config_of(text, steps=steps, batch_ramp=ramp, batch_size=8)
+    cycle, grown = shape_cycle.of(config), batch_ramp.of(config)
+    found = collections.Counter()
+    for t in range(steps):
+      found[32 // cycle.pieces(t)] += grown.rows(t) if grown else 8
+    wanted = {k: n / found.total() for k, n in found.items()}
+    assert shape_cycle.shares(config) == pytest.approx(wanted)
+  config = config_of(text, steps=2**31 - 1, batch_ramp=ramp, batch_size=8)
+  with support.within(5):  # no loop over steps
+    assert sum(shape_cycle.shares(config).values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
