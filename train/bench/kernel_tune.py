@@ -215,6 +215,8 @@ def tune(path, rounds, say):
   """
   if not path:
     raise errors.UserError('--tune: give the file to write, --tune=FILE')
+  if os.path.isdir(path):
+    raise errors.UserError(f'--tune={path} is a folder: name a file in it.')
   target = registry.current_target()
   rows, platform = [], target.platform
   begun = f'{path}.part'

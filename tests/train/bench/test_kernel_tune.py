@@ -109,6 +109,8 @@ def test_the_table_goes_where_it_was_asked_to(monkeypatch, tmp_path):
     tune.tune('', 1, SILENT)
   with pytest.raises(errors.UserError, match='nowhere'):
     tune.tune(str(tmp_path / 'nowhere' / 'x'), 1, SILENT)
+  with pytest.raises(errors.UserError, match='is a folder: name a file in it'):
+    tune.tune(str(tmp_path), 1, SILENT)
 
 
 def test_the_grid_holds_the_defaults():
