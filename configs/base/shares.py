@@ -17,8 +17,8 @@ def parse(texts, what) -> list[tuple[str, float]]:
     what: they are, for messages.
 
   Raises:
-    UserError: nothing is named, or a weight is no number of at least 0, or all
-      are 0, or a name is there twice.
+    UserError: nothing is named, or a weight is no number of at least 0, or
+      their sum is 0 or none, or a name is there twice.
   """
   found = {}
   for text in texts:
@@ -38,9 +38,9 @@ def parse(texts, what) -> list[tuple[str, float]]:
       raise UserError(f'{what}: {name!r} is named twice; give it one weight.')
     found[name] = weight
   total = sum(found.values())
-  if not total:
+  if not 0 < total < math.inf:
     raise UserError(
       f'{what}: {len(found)} names, of total weight {total:g}: name at least '
-      'one, with a weight above 0.'
+      'one, with a weight above 0, and a sum that is a number.'
     )
   return [(name, weight / total) for name, weight in found.items()]

@@ -260,6 +260,7 @@ def test_shares():
     (['a', 'a:2'], 'named twice'),
     (['a:0'], 'total weight 0'),
     ([], 'total weight 0'),
+    (['a:1e308', 'b:1e308'], 'total weight inf'),
   ):
     with support.refused(words):
       shares.parse(texts, 'what')
