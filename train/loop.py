@@ -150,7 +150,7 @@ def run(
         memory.explained(lambda: state_lib.flatten(job.state), lambda: True),
       ):
         state, first, kept = start.state(job, store, source, say)
-      store.preflight(start.wanted(job), every=True)
+      store.preflight(start.wanted(job), start.saves(config))
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
       recorder = recorder_lib.opened(

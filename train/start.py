@@ -72,6 +72,11 @@ def kept(config, committed=lambda step: None):
   )
 
 
+def saves(config) -> int:
+  """Checkpoints that a run makes at most, if nothing stops it on the way."""
+  return config.train.steps // config.checkpoint.every + 1
+
+
 def meta(job, step, origin=None, cursor=None, suspect=False) -> dict:
   """Metadata of a checkpoint: config, data cursor, fingerprints, versions.
 

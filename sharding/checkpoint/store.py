@@ -138,17 +138,17 @@ class Store:
       )
     return manifest_lib.read_manifest(self._folder(step))
 
-  def preflight(self, tree, every=False):
+  def preflight(self, tree, saves=0):
     """UserError unless the disk has room for `tree` and memory for a snapshot,
     and its chunks are not too many.
 
     tree: {path: array or jax.ShapeDtypeStruct with its sharding}.
-    every: for as many steps as are kept, and one, less those that are there.
+    saves: of a run: room for those that are kept, and one, less those there.
     """
     snapshot.check(self.options.host_bytes, tree)
     chunks.check(self.options.chunk_bytes, tree)
-    keep = self.options.keep
-    more = max(0, keep - len(folders.steps(self.directory))) if every else 0
+    keep = min(self.options.keep, saves)
+    more = max(0, keep - len(folders.steps(self.directory)))
     self._writer.room(fingerprint.nbytes(tree), more)
 
   def save(self, step: int, tree: Saved, axes: Mapping, meta: Any) -> None:
