@@ -200,9 +200,9 @@ class Run:
     tree = self._restored(like)
     out = {path: np.asarray(tree[PARAMS + path]) for path in paths}
     for path, w in out.items():
-      pair = [tree.get(PARAMS + path + end) for end in (trained.A, trained.B)]
-      if pair[0] is not None:
-        out[path] = np.asarray(trained.merge(w, *pair, self._scale()))
+      a, b = (tree.get(PARAMS + path + end) for end in (trained.A, trained.B))
+      if a is not None:
+        out[path] = np.asarray(trained.merge(w, a, b, self._scale()))
     return out
 
   def _restored(self, like):
