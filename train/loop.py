@@ -167,9 +167,7 @@ def run(
       with stop_lib.Stop(job.mesh) as training.stop:
         if evaluate.missed(path, first, settings):
           training.evaluate(recorder.progress.say)
-        training.run(started)
-        evaluation = None if training.stopped else training.evaluate()
-        training.stopped = training.stopped or training.stop.asked
+        evaluation = training.run(started)
         activity.end(training.stopped or 'done')
     except Exception as e:
       if jax.process_count() > 1 and not isinstance(e, errors.IntegrityError):
@@ -223,9 +221,8 @@ class _Training:
     """functions: step.Step. recorder: Recorder. step: that `state` is of."""
     self._job, self._functions = job, functions
     self._store, self._recorder = store, recorder
-    self._evaluator = evaluate.Evaluator(
-      job, functions.evaluate, beat=self._beat
-    )
+    made = evaluate.Evaluator(job, functions.evaluate, beat=self._beat)
+    self._evaluator = made
     self._axes = state_lib.axes(job.leaves)
     self.state: Any = state
     self.step, self._profile = step, profile
@@ -239,7 +236,8 @@ class _Training:
     self._rows = functools.cache(job.local_rows)
 
   def run(self, started):
-    """Steps up to train.steps, or until a signal; one may have come already.
+    """Steps up to train.steps -> the evaluation after them; None: a signal
+    came, perhaps before.
 
     started: time.perf_counter() when the run began.
     """
@@ -247,24 +245,28 @@ class _Training:
     self._profile.say_missed(self.step)
     if self.step >= steps:
       say(f'all {steps} steps are done')
-      return
+    elif not self.stopped:
+      self._learn(started)
+    found = None if self.stopped else self.evaluate()
+    self.stopped = self.stopped or self.stop.asked
+    if self.stopped:
+      at = f'after step {self.step}, saved {self._saved}'
+      say(f'stopped by {self.stopped} {at}')
+    return found
+
+  def _learn(self, started):
     first = self.step + 1
     shapes = state_lib.flatten(self._job.state)
     with (
       self.activity.phase('steps', self.step),
       memory.explained(lambda: shapes, lambda: self.step < first),
     ):
-      older = []
-      if not self.stopped:
-        older = self._spiked() or self._steps(first, started)
+      older = self._spiked() or self._steps(first, started)
       while older:
         self._roll_back(older)
         older = self._steps(first, started)
       with self.activity.phase('save', self.step):
         self._store.wait()
-    if self.stopped:
-      saved = f'saved {self._saved}'
-      say(f'stopped by {self.stopped} after step {self.step}, {saved}')
 
   def _steps(self, first, started):
     """Steps from the present one on -> [], or `_spiked`, if that ended them."""
@@ -308,10 +310,9 @@ class _Training:
         every = settings.eval_every
         if every and self.step % every == 0 and not last:
           self.evaluate(say)  # the last one is of `run`
-          last = bool(self.stopped)
-          if last and self._saved != self.step:
+          if self.stopped and self._saved != self.step:
             self._save()
-        if last:
+        if last or self.stopped:
           break
     return []
 

@@ -97,8 +97,9 @@ def test_in_the_evaluation(tiny, whole, tmp_path, monkeypatch):
   with monkeypatch.context() as patch:
     called = evaluate.Evaluator.__call__
     patch.setattr(evaluate.Evaluator, '__call__', _pressed(called))
-    result, _ = tiny.run(tmp_path, mesh=MESH)
+    result, said = tiny.run(tmp_path, mesh=MESH)
   assert result['stopped'] == 'SIGINT' and result['step'] == 6
+  assert said[-1] == 'stopped by SIGINT after step 6, saved 6'
   result, _ = tiny.run(tmp_path, mesh=MESH)
   assert not result['stopped'] and result['evaluation']
   assert support.fingerprints(tmp_path, 6) == support.fingerprints(whole, 6)
