@@ -71,6 +71,11 @@ def check_fields(model):
     f"model.rope_scaling='yarn' needs model.rope_theta={model.rope_theta} "
     'above 1.',
   )
+  need(
+    model.rope_scaling != 'none' or model.rope_factor == 1,
+    f'model.rope_factor={model.rope_factor} extends nothing where '
+    "model.rope_scaling='none': name one, as 'yarn', or leave it out.",
+  )
   letters, _ = mixers.of_pattern(model.pattern)
   if model.rope_scaling == 'longrope' and model.position == 'rope':
     _check_longrope(model, letters)

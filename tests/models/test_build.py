@@ -46,6 +46,7 @@ def config(rules='fsdp_tensor', mesh=(), length=256, memory='', **fields):
     (dict(rope_scaling='llama3', rope_low_frequency=4.0),
      ['rope_low_frequency=4.0 < model.rope_high_frequency=4.0']),
     (dict(rope_scaling='yarn', rope_theta=1.0), ['rope_theta=1.0']),
+    (dict(rope_factor=4.0), ['rope_factor=4.0', "rope_scaling='none'"]),
     (dict(rope_scaling='longrope', rope_short_factors='1,2,3'),
      ['rope_short_factors has 3 factors', 'pairs']),
     (dict(rope_scaling='longrope', rope_short_factors='1,0'),
