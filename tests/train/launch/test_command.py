@@ -146,7 +146,7 @@ def test_a_restart_resumes_what_began_from_scratch(tmp_path, monkeypatch):
         made.mkdir(parents=True)
         (made / 'metadata').write_text('{}')
       starts.append(self._ranks()[0].argv)
-      self._budget.next(-1)
+      self._budget.next(set())
     return 0
 
   monkeypatch.setattr(supervisor.Supervisor, 'run', run)
@@ -160,7 +160,7 @@ def test_a_restart_resumes_what_began_from_scratch(tmp_path, monkeypatch):
 
   def crashed(self):
     starts.append(self._ranks()[0].argv)
-    self._budget.next(-1)
+    self._budget.next(set())
     starts.append(self._ranks()[0].argv)
     old.rename(tmp_path / 'checkpoints' / 'before-a' / '5')
     (old / 'manifest').mkdir(parents=True)
