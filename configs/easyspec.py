@@ -8,9 +8,9 @@ run: paraxis reproduce easyspec
 cost: 900 CPU-seconds
 expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by
   one, float64, two patterns; the joint of 4 tokens over 4 letters, 40,000
-  texts, is the model's with rejection; after 5 calls the keys
-  of groups of 2 and 4 layers are those of none, bit by bit (10,752 numbers
-  differed while drafting). SIM, direction only, 1.57 x for drafting on 4
+  texts, is the model's with rejection; after 5 calls the keys of groups of 2
+  and 4 layers are those of none, bit by bit (10,752 numbers differed while
+  drafting). SIM, direction only, 1.57 x for drafting on 4
   devices, 8 layers, a mixer as long as an mlp; 1.30 at half as long, 2.47 at
   four times (the paper: 1.62, measured). LEARN, SmolLM2-135M, NOT REPRODUCED,
   one seed: 20% of the kept drafts are lost (asked: 15%): .49 drafts a call are

@@ -9,9 +9,9 @@ cost: 3100 CPU-seconds
 expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
   with the judge replay, float64, two patterns, whatever the layer's parameters;
   the joint of 4 tokens over 4 letters, 40,000 texts, is the model's with
-  rejection. LEARN, SmolLM2-135M, NOT REPRODUCED, one seed:
-  1.24 tokens a call, greedy, 12 held-out prompts, of 10.2M parameters, where
-  Medusa's heads of 10.0M give 1.70.
+  rejection. LEARN, SmolLM2-135M, NOT REPRODUCED, one seed: 1.24 tokens a call,
+  greedy, 12 held-out prompts, of 10.2M parameters, where Medusa's heads of
+  10.0M give 1.70.
 differs: trained for 400 steps of 512 tokens, mostly the model's own
   (medusa.py): its first draft is the model's choice for .17 of held-out tokens
   and its loss still falls (7.6 to 4.1), so nothing is said about layers that
