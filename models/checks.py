@@ -60,25 +60,8 @@ def check_fields(model):
     n % k == 0,
     f'model.num_heads={n} is not divisible by model.num_kv_heads={k}.',
   )
-  low, high = model.rope_low_frequency, model.rope_high_frequency
-  need(
-    model.rope_scaling not in ('llama3', 'yarn') or 0 < low < high,
-    f'model.rope_scaling={model.rope_scaling!r} needs 0 < '
-    f'model.rope_low_frequency={low} < model.rope_high_frequency={high}.',
-  )
-  need(
-    model.rope_scaling != 'yarn' or model.rope_theta > 1,
-    f"model.rope_scaling='yarn' needs model.rope_theta={model.rope_theta} "
-    'above 1.',
-  )
-  need(
-    model.rope_scaling != 'none' or model.rope_factor == 1,
-    f'model.rope_factor={model.rope_factor} extends nothing where '
-    "model.rope_scaling='none': name one, as 'yarn', or leave it out.",
-  )
+  _check_rope(model)
   letters, _ = mixers.of_pattern(model.pattern)
-  if model.rope_scaling == 'longrope' and model.position == 'rope':
-    _check_longrope(model, letters)
   need(
     model.residual == 'sequential' or model.norm_placement == 'pre',
     f'model.residual={model.residual!r} has norms before its parts, but '
@@ -347,6 +330,27 @@ def expert_order(mesh, model):
     f'(model.experts.pattern={model.experts.pattern!r}): leave it empty.',
   )
   return () if order == tuple(range(count)) else order
+
+
+def _check_rope(model):
+  low, high = model.rope_low_frequency, model.rope_high_frequency
+  need(
+    model.rope_scaling not in ('llama3', 'yarn') or 0 < low < high,
+    f'model.rope_scaling={model.rope_scaling!r} needs 0 < '
+    f'model.rope_low_frequency={low} < model.rope_high_frequency={high}.',
+  )
+  need(
+    model.rope_scaling != 'yarn' or model.rope_theta > 1,
+    f"model.rope_scaling='yarn' needs model.rope_theta={model.rope_theta} "
+    'above 1.',
+  )
+  need(
+    model.rope_scaling != 'none' or model.rope_factor == 1,
+    f'model.rope_factor={model.rope_factor} extends nothing where '
+    "model.rope_scaling='none': name one, as 'yarn', or leave it out.",
+  )
+  if model.rope_scaling == 'longrope' and model.position == 'rope':
+    _check_longrope(model, mixers.of_pattern(model.pattern)[0])
 
 
 def _check_longrope(model, letters):

@@ -157,11 +157,9 @@ def abstract(sizes: Mapping[str, int]) -> 'jax.sharding.AbstractMesh':
     raise errors.UserError(
       f'mesh {",".join(bad)}: without devices every size must be given.'
     )
-  if math.prod(full.values()) > MOST:
-    raise errors.UserError(
-      f'mesh {describe(full)} has {math.prod(full.values()):,} places, more '
-      f'than {MOST:,}: take smaller sizes.'
-    )
+  if (places := math.prod(full.values())) > MOST:
+    text = f'mesh {describe(full)} has {places:,} places, more than {MOST:,}'
+    raise errors.UserError(f'{text}: take smaller sizes.')
   explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
   return jax.sharding.AbstractMesh(
     tuple(full.values()), AXES, axis_types=explicit

@@ -255,8 +255,7 @@ class _Training:
     return found
 
   def _learn(self, started):
-    first = self.step + 1
-    shapes = state_lib.flatten(self._job.state)
+    first, shapes = self.step + 1, state_lib.flatten(self._job.state)
     with (
       self.activity.phase('steps', self.step),
       memory.explained(lambda: shapes, lambda: self.step < first),

@@ -266,10 +266,8 @@ def _training(run, config, label, parts):
 
 def numbers(trainings: dict, name: str) -> dict:
   """{variant: [a number that `learn` gave, of each seed]}."""
-  return {
-    variant: [t.record['numbers'][name] for t in row]
-    for variant, row in trainings.items()
-  }
+  of = lambda row: [t.record['numbers'][name] for t in row]
+  return {variant: of(row) for variant, row in trainings.items()}
 
 
 def cpu_seconds(trainings: dict) -> float:
