@@ -200,6 +200,7 @@ def test_kill_of_one_of_two_processes_in_a_save(tmp_path, said):
 # middle; the next one, with room, is written.
 FULL = """
 import resource, signal
+sys.dont_write_bytecode = True  # a module's would be cut short and stay
 from paraxis.sharding.checkpoint import folders
 bad, place = int(sys.argv[4]), sys.argv[5]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

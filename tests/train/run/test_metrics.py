@@ -107,9 +107,11 @@ def test_what_is_no_number_is_null(tmp_path, value):
   assert text == '{"step": 1, "a": null, "b": 2}\n'
 
 
-# A file may have so many bytes, while the disk is full.
+# A file may have so many bytes, while the disk is full: also bytecode, which
+# Python would leave cut short.
 FULL = """
   import resource, sys
+  sys.dont_write_bytecode = True
   from paraxis.configs import schema
   from paraxis.train.run import metrics
   config, said = schema.Config(), []
@@ -143,6 +145,7 @@ def test_a_full_disk_ends_nothing(tmp_path, later, rows):
 
 BOARD = """
   import resource, sys
+  sys.dont_write_bytecode = True
   from paraxis.configs import schema
   from paraxis.train.run import metrics
   config, said = schema.Config(train=schema.Train(tensorboard=True)), []
