@@ -151,8 +151,10 @@ def batch(config, made, t, rows, count, seed=None):
   noise, u = np.moveaxis(
     np.stack([_stream(seed, t, i).random((2, length)) for i in rows]), 1, 0
   )
-  if config.train.objective == 'block':  # the number of a block's first slot
-    first = np.arange(length) - made.positions % model.block
+  if config.train.objective == 'block':  # that of a block's first target
+    # A block is of slots, and with a shift targets stand a slot before theirs.
+    inside = (made.positions + int(model.mask_shift)) % model.block
+    first = np.arange(length) - np.minimum(inside, made.positions)
     u = np.take_along_axis(u, first, 1)
   else:
     same = _stream(seed, t, count).random()

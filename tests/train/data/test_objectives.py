@@ -94,14 +94,38 @@ def test_blocks_have_a_share_of_their_own(folder, shift):
     if not shift:
       np.testing.assert_array_equal(found.tokens < 0, hidden)
     assert not (found.tokens[clean.positions == 0] < 0).any() or not shift
-    # Slots of one block of one document, whole ones.
-    for row, slot in np.argwhere(clean.positions % 8 == 0):
+    # Slots of one block of one document, whole ones: with a shift, those that
+    # predict it.
+    for row, slot in np.argwhere((clean.positions + shift) % 8 == 0):
       part = slice(slot, slot + 8)
       if (np.diff(clean.positions[row, part]) == 1).sum() == 7:
         shares.append(hidden[row, part].mean())
         weights = found.weights[row, part][hidden[row, part]]
         assert len(set(weights.tolist())) <= 1, 'one share for a block'
   assert 0.45 < np.mean(shares) < 0.55 and np.std(shares) > 0.3
+
+
+@pytest.mark.parametrize('shift', [False, True])
+def test_a_perfect_model_of_blocks_reaches_the_entropy(shift):
+  """Three equal fair bits a block: ln 2 nats, of the last one that is seen."""
+  size, T, rows, ln2 = 3, 12, 20_000, np.log(2)
+  config = config_of(
+    model=dict(visibility='block', block=size, mask_shift=shift),
+    train=dict(objective='block'),
+  )
+  ids = np.tile(np.arange(1, T + 1, dtype=np.int32), (rows, 1))
+  ones, at = np.ones_like(ids), np.tile(np.arange(T, dtype=np.int32), (rows, 1))
+  clean = batch_lib.Batch(
+    ids - 1 if shift else ids, ids, ones, at, ones.astype(np.float32), ids.size
+  )
+  found = objectives.batch(config, clean, 0, range(rows), rows)
+  for first in (3, 6, 9):  # what attention sees as a block
+    hidden = found.tokens[:, first : first + size] < 0
+    weights = found.weights[:, first - shift : first - shift + size]
+    alone = hidden.sum(1, keepdims=True) == size
+    nats = (weights * (alone & hidden) * ln2).sum(1)
+    error = nats.std() / rows**0.5
+    assert abs(nats.mean() - ln2) < 4 * error < 0.1
 
 
 def test_noise_is_of_seed_step_and_row(folder):
