@@ -19,7 +19,9 @@ differs: masked models of 0.6M parameters, trained on lists, where the paper has
   is at a saddle: in 150 updates of rate .1 it rose in one seed of three (.40 to
   1.00) and fell in two (.32 and .34 to .04 and .11), with rate .03 or Adam it
   did not rise. At rate .1 sorted lists fell again after 40 updates (one seed).
-  No KL term, one update on each group of texts.
+  No KL term, one update on each group of texts. Every block begins with one
+  token again (the paper's code: the next power of 2, from block to block); an
+  answer is one block here.
 partial: decode/unmask/tuning.py tunes the models of claims; no command does.
 """
 

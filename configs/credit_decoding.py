@@ -17,7 +17,8 @@ differs: lists of 8 items and masked models of 0.6M parameters, where the paper
   are, a credit goes to the likeliest token of a place that is as unsure in
   every call: the same calls for the same answers lost as of a lower threshold.
   Of 24 pairs of threshold and weight and of 8 thresholds those are compared
-  that have the fewest calls on 200 other lists.
+  that have the fewest calls on 200 other lists. The paper's 5.48 is over one
+  token a call, where ours is 1.6.
 """
 
 from paraxis.configs import presets

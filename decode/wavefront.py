@@ -141,7 +141,7 @@ class Wavefront(proposal.Method):
     held = canvas.window(own.row, own.at, width)
     packed = step.rows(held, there.sum(1, dtype=jnp.int32), own.at)
     form = (packed_lib.Group(len(held), width, each=width > 1),)
-    mixed = options.noise / (1 + own.visits)
+    mixed = options.noise / (1 + options.inner * own.visits)
     mixed = jnp.where(own.visits == 0, 1.0, mixed)
     x, after, flight = recurrent_depth.step(
       self._model, params.model, state.cache, packed, form, own.state, mixed

@@ -90,8 +90,8 @@ class Unmask:
     'fixed',
     'how many: fixed: unmask.tokens; threshold: those above it; factor: as '
     'many as their scores allow together; hierarchy: the best of each run of '
-    'masks, and those above the threshold; ascending: 1, 2, 4, .., in log2 of '
-    'the tokens; one at least',
+    'masks, and those above the threshold; ascending: 1, 2, 4, .. of a block, '
+    'in log2 of its tokens; one at least',
     ('fixed', 'threshold', 'factor', 'hierarchy', 'ascending'),
   )
   tokens: int = field(1, 'count=fixed: tokens a call', low=1, high=512)
@@ -134,7 +134,7 @@ class Wavefront:
   )  # fmt: skip
   headway: int = field(1, 'tokens that join after a call', low=1, high=512)
   noise: float = field(
-    0.0, 'share of noise in a state before a call, over 1 + its calls', low=0.0,
+    0.0, 'share of noise in a state before a call, over 1 + passes', low=0.0,
     high=1.0,
   )  # fmt: skip
 

@@ -162,7 +162,8 @@ def advantages(rewards, group):
 
 
 def half_masked(ids, start, there, width, rng):
-  """(N, S) bool: half of one block of each row, and all tokens behind it.
+  """(masks, those that the loss is of), (N, S) bool: half of one block of each
+  row; behind it all tokens are masks, and have no loss.
 
   Args:
     start: (N,) where answers begin. there: (N, S) bool. width: of a block.
@@ -174,7 +175,8 @@ def half_masked(ids, start, there, width, rng):
   first = start + width * rng.integers(0, np.maximum(blocks, 1))
   inside = (place >= first[:, None]) & (place < first[:, None] + width)
   behind = place >= first[:, None] + width
-  return there & (behind | (inside & (rng.random(ids.shape) < 0.5)))
+  half = there & inside & (rng.random(ids.shape) < 0.5)
+  return half | (there & behind), half
 
 
 class Tuner:

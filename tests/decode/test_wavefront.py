@@ -160,7 +160,8 @@ class Plain:
       states = []
       for i, place in enumerate(front):
         n = self.noise(place['token'], at + i)
-        share = how['noise'] / (1 + place['visits']) if place['visits'] else 1
+        share = how['noise'] / (1 + how['inner'] * place['visits'])
+        share = share if place['visits'] else 1
         states.append(share * n + (1 - share) * place['state'])
       ids = [place['token'] for place in front]
       z, after, made = self.call(ids, np.array(states))

@@ -20,7 +20,9 @@ probability of every token exactly is then right with probability
 in any order of the places: by symmetry each of m open places has every item
 that is left, or the replacement, with probability 1 / m. - ln of it is the sum
 of the conditional total correlations of the sets of tokens that were drawn
-together, the bound of the paper's section 3.
+together, the bound of the paper's section 3, for shuffles and for one call; for
+replacements in several calls, whose right answers differ in probability, it is
+less than that sum.
 
 Where calls take more tokens once fewer answers are left, the counts say how an
 answer went, and the product over them is no ceiling. `chance` is of one call,

@@ -80,13 +80,15 @@ def test_advantages_are_of_a_prompt():
 def test_half_of_a_block_and_all_behind_it_are_masked():
   ids, there = np.zeros((200, 14), int), np.ones((200, 14), bool)
   there[:, 12:] = False
-  masked = tuning.half_masked(ids, np.full(200, 2), there, 5, RNG)
+  masked, half = tuning.half_masked(ids, np.full(200, 2), there, 5, RNG)
   assert not masked[:, :2].any() and not masked[:, 12:].any()
   first, second = masked[:, 2:7], masked[:, 7:12]
   late = ~first.any(1)  # the second block, or no mask of the first one
   assert 60 < late.sum() < 140
   assert second[~late].all() and 0.4 < first[~late].mean() < 0.65
   assert 0.4 < second[late].mean() < 0.6
+  assert (half[:, 2:7] == first).all() and (half[late] == masked[late]).all()
+  assert half.any(1).sum() > 150 and not half[~late, 7:].any()
 
 
 def _result(calls, tokens):

@@ -49,9 +49,8 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
       lists.OPERATIONS.
     chosen: thresholds; the filter's is the one with the fewest calls on the
       lists that it learns from, of those that lose no answer of them. against:
-      [], the decoding that knows the end, or thresholds of the confidence: the
-      one with the fewest calls on the lists that are asked, of those that lose
-      as few answers as may be lost. bounds: [most calls over the other's, most
+      [], the decoding that knows the end, or thresholds of the confidence, of
+      which one is chosen likewise. bounds: [most calls over the other's, most
       of the share of right answers that may be lost]. lists_of: [items, lists
       for an operation and a seed]; 4 times as many are learned from. steps: of
       the filter's training.
@@ -75,11 +74,12 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
     tried = [ask(by[0] | dict(threshold=t), *learned, **given) for t in chosen]
     best = chosen[on_lists.fastest(tried, slow[0], 0.0)]
     right, calls, _ = ask(by[0] | dict(threshold=best), rows, seed, **given)
-    slow = ask({}, rows, seed)
     other = oracle
     if against:
-      tried = [ask(by[1] | dict(threshold=t), rows, seed) for t in against]
-      other = tried[on_lists.fastest(tried, slow[0], lost)][1]
+      tried = [ask(by[1] | dict(threshold=t), *learned) for t in against]
+      plain = against[on_lists.fastest(tried, slow[0], 0.0)]
+      other = ask(by[1] | dict(threshold=plain), rows, seed)[1]
+    slow = ask({}, rows, seed)
     found['calls over the other'].append(calls / other)
     found['right answers lost'].append(slow[0] - right)
     found['wrong one by one'].append(1 - slow[0])
@@ -189,9 +189,9 @@ def _certain(model, params, texts, start, tuned, seed):
   for _ in range(tuned['steps']):
     at = rng.integers(0, len(texts), 64)
     ids, begin = texts[at], np.full(64, start)
-    masked = tuning.half_masked(ids, begin, there[at], width, rng)
+    masked, half = tuning.half_masked(ids, begin, there[at], width, rng)
     canvas = np.where(masked, model.config.mask_id, ids)
-    tuner.step(canvas, there[at], ids, masked)
+    tuner.step(canvas, there[at], ids, half)
   return tuner.params
 
 

@@ -70,7 +70,8 @@ def fewer_passes(
   """LEARN: passes of one by one, as few as are right as often, over ours.
 
   After the prompt on both sides: reading it makes the first token of one by
-  one, and none of a wavefront. The ratio with it is told, not judged.
+  one, and none of a wavefront. The ratio with it is shown, not judged, and so
+  is that of layers one after the other: a call has those around the core too.
 
   Args:
     task: fields of tasks.Addition. fields: of the training. wavefront: fields
@@ -102,8 +103,6 @@ def fewer_passes(
     points.append((curve, passes, right, enough))
   path = _draw(points, tokens, run)
   run.say(f'wrote {path}')
-  full = [each[-1] * (tokens - 1) / ours for _, ours, *_ in points]
-  read = [enough * tokens / (ours + each[-1]) for _, ours, _, enough in points]
   return ablation.outcome(
     run,
     {'fewer passes': ratios, 'right sums lost': losses},
@@ -116,15 +115,28 @@ def fewer_passes(
       ablation.at_most('wrong one by one', wrong, 0.1, seconds),
     ],
     'fewest passes of one by one over ours, after the prompt',
-    f'{task.about}, {rows} of a seed, greedy; one by one needs '
-    f'{", ".join(str(enough) for *_, enough in points)} passes for each of '
-    f'{tokens - 1} tokens to lose at most {lost:.0%}, ours has '
-    f'{", ".join(f"{ours:.2f}" for _, ours, *_ in points)} for all {tokens}; '
-    f'with those that read the prompt, {each[-1]} of ours: '
-    f'{np.mean(read):.2f} times fewer; over the {each[-1]} of training: '
-    f'{np.mean(full):.1f} times fewer',
+    f'{task.about}, {rows} of a seed, greedy, at most {lost:.0%} lost; '
+    + _in_numbers(points, tokens, found[0][0].model, wavefront['inner']),
     seconds,
   )  # fmt: skip
+
+
+def _in_numbers(points, tokens, model, inner):
+  """Passes of both sides, and their ratios as others may count."""
+  core, most = model.recurrence.core, max(points[0][0])
+  around = model.num_layers - core
+  ours, enough = np.array([(x, n) for _, x, _, n in points]).T
+  layers = (tokens - 1) * (core * enough + around)
+  layers = layers / (core * ours + around * ours / inner)
+  return (
+    f'one by one needs {", ".join(f"{n:g}" for n in enough)} passes for each '
+    f'of {tokens - 1} tokens, ours has {", ".join(f"{n:.2f}" for n in ours)} '
+    f'for all {tokens}; with those that read the prompt, {most} of ours: '
+    f'{np.mean(enough * tokens / (ours + most)):.2f} times fewer; in layers '
+    f'one after the other, with the {around} around the core in every call: '
+    f'{np.mean(layers):.2f} times fewer; over the {most} of training: '
+    f'{np.mean(most * (tokens - 1) / ours):.1f} times fewer'
+  )
 
 
 def _sums(task, rows, seed):

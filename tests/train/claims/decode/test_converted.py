@@ -33,15 +33,18 @@ def test_calls_and_tokens(tmp_path):
   )  # fmt: skip
   at_once = dict(count='threshold', threshold=0.0)
   found = converted.fewer_calls(
-    run, policy=at_once, bounds=[3.9, 1.1, 0.1], **given
+    run, policy=at_once, bounds=[2.9, 1.1, 0.1], **given
   )
-  # A prompt is a block, so 1 call draws 4 tokens; from left to right 3 do, and
+  # A prompt is a block, so 1 call draws 4 tokens; from left to right 3 do after
   # the prompt's, which draws the first. It knows nothing, and is never right.
   assert found.measured == '0.1000, 1.1000, -0.8500, 0.0000', found
   assert not found.passed and 'in 80 tokens of rows after 800' in found.caveat
+  assert found.caveat.endswith(
+    'reads the prompt: 2.00 (2.00 to 2.00) times fewer'
+  )
   slow = converted.fewer_calls(run, policy={}, bounds=[1, 1.1, 0.05], **given)
-  # One a call is no slower; a conversion of more tokens than are allowed.
-  assert slow.measured == '0.0000, 1.1000, -0.8500, -0.0500', slow
+  # One a call is 3 against 4; a conversion of more tokens than are allowed.
+  assert slow.measured == '-0.2500, 1.1000, -0.8500, -0.0500', slow
 
 
 @pytest.mark.parametrize('objective', ('block', 'masked'))

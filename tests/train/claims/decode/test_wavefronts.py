@@ -63,3 +63,6 @@ def test_passes_are_counted(tmp_path, width):
   assert off == pytest.approx(2 / ours - 3, abs=1e-2)
   with_it = found.caveat.partition('prompt, 4 of ours: ')[2].partition(' ')[0]
   assert float(with_it) == pytest.approx(3 / (ours + 4), abs=1e-2)
+  # A pass of ours is 3 layers, prelude and coda with it; 2 tokens have 3 too.
+  layers = found.caveat.partition('in every call: ')[2].partition(' ')[0]
+  assert float(layers) == pytest.approx(2 * 3 / (3 * ours), abs=1e-2)
