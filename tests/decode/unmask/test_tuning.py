@@ -87,8 +87,10 @@ def test_half_of_a_block_and_all_behind_it_are_masked():
   assert 60 < late.sum() < 140
   assert second[~late].all() and 0.4 < first[~late].mean() < 0.65
   assert 0.4 < second[late].mean() < 0.6
-  assert (half[:, 2:7] == first).all() and (half[late] == masked[late]).all()
-  assert half.any(1).sum() > 150 and not half[~late, 7:].any()
+  # What stands behind the block has no loss.
+  assert (half[:, 2:7] == first).all() and not half[~late, 7:].any()
+  whole = late & second.all(1)  # by chance, or behind a block without a mask
+  assert (half[late & ~whole] == masked[late & ~whole]).all()
 
 
 def _result(calls, tokens):
