@@ -221,13 +221,15 @@ def _layout(config, rules, sizes, schedule):
   kv_heads = max(1, math.lcm(kv_heads, shards) // shards)
   (axis,) = length('length')
   plan = context.ContextPlan(
-    mesh.context_form, axis, sizes[axis], order, mesh.context_inner
-  )
+    mesh.context_form, axis, sizes[axis], order, mesh.context_inner,
+    model.attention,
+  )  # fmt: skip
   length = config.data.sequence_length
   if attending:
     context.check(
-      plan.form, plan.n, heads, kv_heads, length, plan.layout, plan.inner
-    )
+      plan.form, plan.n, heads, kv_heads, length, plan.layout, plan.inner,
+      plan.impl,
+    )  # fmt: skip
   else:
     context_order.permutation(order, plan.n, length)  # it divides, or an error
   for kind in sorted(letters):

@@ -24,9 +24,10 @@ in units of T H elements (one head's rows), and in the backward pass on top:
 and two int32 a token beside k, v (or q) that travel. K' = lcm(K, I): kv heads
 are repeated until they divide (ulysses: I = n). Sums (o, dq, dk, dv) travel in
 promote_types(dtype, float32), the other arrays (q, k, v, do) in their own
-dtype. Memory is O(L / n), except that all_gather holds k and v of all ranks,
-and rsa its scores, T x L. A window on contiguous shards ends ring, rsa and
-token_ring after the hops that it needs.
+dtype; what a kernel makes of a pair has been rounded to that once. rsa has no
+kernel: it holds whole rows of scores. Memory is O(L / n), except that
+all_gather holds k and v of all ranks, and rsa its scores, T x L. A window on
+contiguous shards ends ring, rsa and token_ring after the hops that it needs.
 
 Sources: ring, arXiv:2310.01889; rsa, Ring Self-Attention, arXiv:2105.13120;
 ulysses, arXiv:2309.14509; usp, arXiv:2405.07719; token_ring, arXiv:2412.20501
@@ -61,7 +62,7 @@ class ContextPlan:
 
   form: one of FORMS. axis: the mesh axis that carries the length. n: its size.
   layout: 'zigzag', 'contiguous' or 'striped'. inner: (usp) ranks that exchange
-  heads, 0: the most that fit.
+  heads, 0: the most that fit. impl: model.attention, of a pair of shards.
   """
 
   form: str
@@ -69,6 +70,7 @@ class ContextPlan:
   n: int
   layout: str
   inner: int = 0
+  impl: str = 'auto'
 
 
 def resolve_inner(form: str, n: int, heads: int, inner: int = 0) -> int:
@@ -98,6 +100,7 @@ def check(
   length: int,
   layout: str,
   inner: int = 0,
+  impl: str = 'auto',
 ) -> None:
   """Raises errors.UserError if this form cannot run on these shapes.
 
@@ -106,10 +109,16 @@ def check(
     n: size of the mesh axis `context`.
     heads, kv_heads: of one tensor shard.
     length: tokens of a whole row.
+    impl: model.attention.
   """
   if form not in FORMS:
     raise errors.UserError(
       f'mesh.context_form={form} is not one of {", ".join(FORMS)}.'
+    )
+  if form == 'rsa' and {*impl.split('/')} - {'auto', 'xla'}:
+    raise errors.UserError(
+      f'mesh.context_form=rsa holds whole rows of scores, which no kernel '
+      f'does: model.attention={impl}; take auto, or another form.'
     )
   if heads % kv_heads:
     raise errors.UserError(
@@ -166,11 +175,25 @@ def _core_backward(job, residuals, cotangents):
   delta = (o.astype(wide) * do.astype(wide)).sum(-1) - dlse
   rows, columns = (q, infos[0], lse, delta, do), (k, v, infos[1])
   dq, (dk, dv) = context_forms.backward(job, kept, rows, columns)
-  dq, dk = dq * job.mask.scale, dk * job.mask.scale
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _core.defvjp(_core_forward, _core_backward)
+
+
+def _kernels(job, impl, q_BTNH, k_BSKH, v_BSKH):
+  """ContextCall.kernels for the pairs of shards of these arrays."""
+  if job.form == 'rsa':
+    return None, None
+  whole = job.n if job.form == 'all_gather' else 1
+  k, v = (
+    jax.eval_shape(lambda x: jnp.concatenate([x] * whole, 1), x)
+    for x in (k_BSKH, v_BSKH)
+  )
+  both = True, True  # segments, order: kernels get both as data
+  spec = attention_op.spec_of(q_BTNH, k, job.mask, *both, v)
+  chosen = attention_op.choose(impl, spec)
+  return tuple(None if x.name == 'xla' else x for x in chosen)
 
 
 def _exchange(job, x, split, concat):
@@ -222,11 +245,11 @@ def attention(
     differentiable and equal to attention on one device.
 
   Raises:
-    errors.UserError: as `check`.
+    errors.UserError: as `check`, or an implementation that cannot run.
   """
   (_, t, heads, _), kv = q_BTNH.shape, k_BTKH.shape[2]
   n, layout, length = plan.n, plan.layout, plan.n * t
-  check(plan.form, n, heads, kv, length, layout, plan.inner)
+  check(plan.form, n, heads, kv, length, layout, plan.inner, plan.impl)
   inner = resolve_inner(plan.form, n, heads, plan.inner)
   form = 'ring' if plan.form in ('ulysses', 'usp') else plan.form
   job = context_forms.ContextCall(
@@ -250,6 +273,7 @@ def attention(
       )
       for info in infos
     ]
+  job = dataclasses.replace(job, kernels=_kernels(job, plan.impl, q, k, v))
   q = attention_xla.to_rows(q, k.shape[2])
   k, v = attention_xla.to_cols(k), attention_xla.to_cols(v)
   parts: Any = _core(job, q, k, v, tuple(infos))

@@ -11,6 +11,10 @@ and a join, and depends neither on the pass nor on the content of the two sides:
     forward     accumulate     (q, info) -> (o, m, l)         (k, v, info) -> ()
     backward    gradients      (.., lse, delta, do) -> dq     .. -> (dk, dv)
 
+These walk blocks of XLA's, as raw sums. Where the op has a kernel, its passes
+take their place: `attend`, whose finished parts (o, lse) are joined by `mix`,
+and `differentiate`, given the lse of whole rows.
+
 Ring Self-Attention does not fit: it holds whole rows of scores, so each of its
 passes is two turns of the same ring. sharding/sequence/attention.py has the
 table of costs and the sources.
@@ -30,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.pallas_kernels import varying
+from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding.sequence import order as context_order
@@ -37,7 +42,11 @@ from paraxis.sharding.sequence import order as context_order
 
 @dataclasses.dataclass(frozen=True)
 class ContextCall:
-  """A ContextPlan and the static shapes: rank = group * inner + place in it."""
+  """A ContextPlan and the static shapes: rank = group * inner + place in it.
+
+  kernels: registry.Implementation of the forward pass, of the backward pass;
+  None: the walk of XLA's blocks.
+  """
 
   form: str
   axis: str
@@ -46,6 +55,7 @@ class ContextCall:
   inner: int
   length: int
   mask: attention_op.Mask
+  kernels: tuple[Any, Any] = (None, None)
 
   @property
   def ring(self):
@@ -108,6 +118,37 @@ def gradients(job, pairs, rows, columns):
   walk = job.walk(pairs, q_info, k_info)
   dq, dk, dv = attention_xla.gradients(q, k, v, rest, walk, job.mask)
   return dq, (dk, dv)
+
+
+def _given(rows, columns):
+  """What an implementation of the op takes: q, k, v, segments, order."""
+  (q, q_info, *_), (k, v, k_info) = rows, columns
+  arrays = attention_xla.from_rows(q), *map(attention_xla.from_cols, (k, v))
+  segments, order = ((q_info[:, i], k_info[:, i]) for i in (1, 0))
+  return varying.same((*arrays, segments, order))
+
+
+def attend(job, pairs, rows, columns):
+  """Forward pair of a kernel: -> (o, lse) of the rows, () for the columns."""
+  del pairs  # a kernel finds the visible blocks itself
+  o, lse = job.kernels[0].forward(*_given(rows, columns), job.mask)
+  kv = columns[0].shape[1]
+  return tuple(
+    attention_xla.to_rows(x.astype(lse.dtype), kv) for x in (o, lse)
+  ), ()
+
+
+def differentiate(job, pairs, rows, columns):
+  """Backward pair of a kernel: -> dq of the rows, (dk, dv) of the columns."""
+  del pairs
+  of_rows = map(attention_xla.from_rows, rows[2:])
+  given = varying.same(
+    (*_given(rows, columns), attention_blocks.QueryRows(*of_rows))
+  )
+  grads = job.kernels[1].backward(*given[:-1], job.mask, given[-1])
+  dq, dk, dv = (x.astype(rows[2].dtype) for x in grads)
+  dq = attention_xla.to_rows(dq, dk.shape[2])
+  return dq, (attention_xla.to_cols(dk), attention_xla.to_cols(dv))
 
 
 def mix(a, b):
@@ -291,19 +332,21 @@ def forward(job, rows, columns):
   """rows (q, info), columns (k, v, info) -> (o, lse), residual of backward."""
   if job.form == 'rsa':
     return rsa_forward(job, rows, columns)
-  if job.form == 'token_ring':
-    finish = attention_xla.finish  # o / l and lse: fewer bytes to send
-    return token_ring(job, accumulate, rows, columns, mix, finish)[0], None
-  run = _FORMS[job.form]
-  parts, _ = run(job, accumulate, rows, columns, attention_xla.merge)
-  return attention_xla.finish(*parts), None
+  pair, join, finish = accumulate, attention_xla.merge, attention_xla.finish
+  if job.kernels[0]:
+    pair, join, finish = attend, mix, lambda *part: part
+  if job.form == 'token_ring':  # o / l and lse: fewer bytes to send
+    return token_ring(job, pair, rows, columns, mix, finish)[0], None
+  parts, _ = _FORMS[job.form](job, pair, rows, columns, join)
+  return finish(*parts), None
 
 
 def backward(job, kept, rows, columns):
-  """rows (q, info, lse, delta, do), columns as before -> dq, (dk, dv).
-
-  dq and dk still lack the factor mask.scale.
-  """
+  """rows (q, info, lse, delta, do), columns as before -> dq, (dk, dv)."""
+  if job.form != 'rsa' and job.kernels[1]:
+    return _FORMS[job.form](job, differentiate, rows, columns, add)
   if job.form == 'rsa':
-    return rsa_backward(job, kept, rows, columns)
-  return _FORMS[job.form](job, gradients, rows, columns, add)
+    dq, (dk, dv) = rsa_backward(job, kept, rows, columns)
+  else:
+    dq, (dk, dv) = _FORMS[job.form](job, gradients, rows, columns, add)
+  return dq * job.mask.scale, (dk * job.mask.scale, dv)

@@ -17,7 +17,11 @@ import pytest
 import support
 
 from paraxis.configs.base import errors
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels.attention import blocks as attention_blocks
+from paraxis.pallas_kernels.attention import gpu as attention_gpu
 from paraxis.pallas_kernels.attention import op as attention_op
+from paraxis.pallas_kernels.attention import tpu as attention_tpu
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.sequence import attention as context
@@ -87,10 +91,11 @@ def expected(name):
     return [np.asarray(x) for x in run(*arrays)]
 
 
-def sharded(name, form, inner=0):
+def sharded(name, form, inner=0, dtype=np.float64):
   """o, lse, dq, dk, dv of one form on the case's mesh, in the global order."""
   where, layout, length, *_ = CASES[name]
   mask, arrays, rows = problem(name)
+  arrays = [x.astype(dtype) for x in arrays]
   mesh = mesh_lib.make(where)
   n, heads = mesh.shape['context'], 'tensor' if 'tensor' in where else None
   plan = context.ContextPlan(form, 'context', n, layout, inner)
@@ -104,7 +109,7 @@ def sharded(name, form, inner=0):
   wide, row = P(None, 'context', heads), P(None, 'context')
   specs = (wide,) * 5 + (row,) * 2
   there = context_order.permutation(layout, n, length)
-  with jax.enable_x64(True), jax.set_mesh(mesh):
+  with jax.enable_x64(dtype == np.float64), jax.set_mesh(mesh):
     ordered = tuple(x[:, there] for x in (*arrays, *rows))
     run = jax.shard_map(local, in_specs=specs, out_specs=wide, check_vma=False)
     out = jax.jit(run)(*jax.device_put(ordered, specs))
@@ -141,6 +146,116 @@ def test_the_cases_hold_what_they_are_about():
   assert problem('full')[0].block < 80 // 16  # runs of 5 need padding
   for name in CASES:
     assert all(np.abs(x).max() > 0.1 for x in expected(name))
+
+
+# ------------------------------------------------------------------ kernels --
+
+
+def _scores(q, k, segments, order, mask):
+  """Scores (B, N, T, S), NEG where a key is not seen, and their slope."""
+  k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
+  s, slope = mask.scale * jnp.einsum('btnh,bsnh->bnts', q, k), 1.0
+  if mask.softcap:
+    tanh = jnp.tanh(s / mask.softcap)
+    s, slope = mask.softcap * tanh, 1 - tanh**2
+  side = lambda pair: (pair[0][:, None, :, None], pair[1][:, None, None])
+  (mine, theirs), (at, of) = side(segments), side(order)
+  seen = (mine == theirs) & (mine > 0)
+  seen &= (of <= at) | (not mask.causal)
+  seen &= (at - of < mask.window) | (not mask.window)
+  return jnp.where(seen, s, attention_op.NEG), slope
+
+
+def whole_forward(q, k, v, segments, order, mask):
+  """An implementation of the op that shares no code with the others."""
+  s, _ = _scores(q, k, segments, order, mask)
+  none = s.max(-1) == attention_op.NEG
+  lse = jnp.where(none, attention_op.NEG, jax.nn.logsumexp(s, -1))
+  p = jnp.exp(s - jnp.where(none, 0, lse)[..., None])
+  o = jnp.einsum(
+    'bnts,bsnv->btnv', p, jnp.repeat(v, q.shape[2] // k.shape[2], 2)
+  )
+  return o, lse.swapaxes(1, 2)
+
+
+def whole_backward(q, k, v, segments, order, mask, rows):
+  s, slope = _scores(q, k, segments, order, mask)
+  groups = q.shape[2] // k.shape[2]
+  lse, delta = (x.swapaxes(1, 2)[..., None] for x in (rows.lse, rows.delta))
+  p = jnp.exp(s - jnp.where(lse == attention_op.NEG, 0, lse))
+  wide = [jnp.repeat(x, groups, 2) for x in (k, v)]
+  ds = p * (jnp.einsum('btnv,bsnv->bnts', rows.do, wide[1]) - delta) * slope
+  ds = ds * mask.scale
+  dq = jnp.einsum('bnts,bsnh->btnh', ds, wide[0])
+  dk = jnp.einsum('bnts,btnh->bsnh', ds, q)
+  dv = jnp.einsum('bnts,btnv->bsnv', p, rows.do)
+  fold = lambda x: x.reshape(*k.shape[:3], groups, -1).sum(3)
+  return dq, fold(dk), fold(dv)
+
+
+WHOLE = registry.Implementation('whole', whole_forward, whole_backward)
+XLA = registry.Implementation('xla', None, None)
+KERNELS = [f for f in context.FORMS if f != 'rsa']
+
+
+def run_by(monkeypatch, forward, backward):
+  monkeypatch.setattr(attention_op, 'choose', lambda *_: (forward, backward))
+
+
+@pytest.mark.parametrize('form', KERNELS)
+@pytest.mark.parametrize('name', CASES)
+def test_with_kernels_it_equals_one_device(monkeypatch, name, form):
+  wanted = expected(name)
+  run_by(monkeypatch, WHOLE, WHOLE)
+  assert wrong(sharded(name, form), wanted) == []
+
+
+@pytest.mark.parametrize('passes', [(WHOLE, XLA), (XLA, WHOLE)])
+def test_one_pass_may_have_a_kernel_alone(monkeypatch, passes):
+  wanted = expected('packed_softcap')
+  run_by(monkeypatch, *passes)
+  assert wrong(sharded('packed_softcap', 'ring'), wanted) == []
+
+
+@pytest.mark.parametrize('form', KERNELS)
+def test_what_a_hop_runs_is_the_implementation(monkeypatch, form):
+  """No hop walks XLA's blocks; whatever the kernel does wrong is seen."""
+  wanted = expected('causal')
+
+  def walked(*_):
+    raise AssertionError('a walk')
+
+  for name in ('accumulate', 'gradients'):
+    monkeypatch.setattr(attention_xla, name, walked)
+  run_by(monkeypatch, WHOLE, WHOLE)
+  assert wrong(sharded('causal', form), wanted) == []
+  half = lambda *given: [x / 2 for x in whole_backward(*given)]
+  run_by(monkeypatch, WHOLE, registry.Implementation('half', None, half))
+  assert wrong(sharded('causal', form), wanted) == ['dq', 'dk', 'dv']
+
+
+@pytest.mark.parametrize('form', ['ring', 'token_ring', 'all_gather', 'usp'])
+@pytest.mark.parametrize('module', [attention_tpu, attention_gpu])
+def test_interpreted_kernels_equal_one_device(monkeypatch, module, form):
+  launch = attention_blocks.Launch(block=(16, 16), interpret=True)
+  ours = registry.Implementation(
+    'ours',
+    functools.partial(module.forward, launch=launch),
+    functools.partial(module.backward, launch=launch),
+  )
+  wanted = [x.astype(np.float32) for x in expected('packed_softcap')]
+  run_by(monkeypatch, ours, ours)
+  for x, y in zip(sharded('packed_softcap', form, dtype=np.float32), wanted,
+                  strict=True):  # fmt: skip
+    assert x.dtype == y.dtype
+    np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize('impl', ['pallas_tpu', 'xla/pallas_gpu'])
+def test_scores_of_whole_rows_have_no_kernel(impl):
+  with pytest.raises(errors.UserError, match=f'model.attention={impl}'):
+    context.check('rsa', 4, 8, 8, 64, 'zigzag', 0, impl)
+  context.check('rsa', 4, 8, 8, 64, 'zigzag', 0, 'auto/xla')
 
 
 # ---------------------------------------------------------------- negatives --

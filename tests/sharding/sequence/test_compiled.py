@@ -141,12 +141,12 @@ def test_a_policy_that_keeps_attention_runs_the_ring_once():
 # ----------------------------------------------------------------- schedule --
 
 
-def scheduled():
+def scheduled(impl):
   """compiled.CompiledProgram of a ring's forward and backward pass on TPU."""
   topology, length = aot.topology('v5p:2x2x1'), 2048
   mesh = jax.sharding.Mesh(topology.devices, ('context',))
   mask = attention_op.Mask(block=128)
-  plan = context.ContextPlan('ring', 'context', mesh.size, 'zigzag')
+  plan = context.ContextPlan('ring', 'context', mesh.size, 'zigzag', 0, impl)
 
   def both(q, k, v, do, rows):
     attend = lambda q, k, v: context.attention(q, k, v, rows, rows, mask, plan)
@@ -163,12 +163,15 @@ def scheduled():
 
 
 def spans(program):
-  """Sends that enclose a loop, and that do not: [(computation, array), ...]."""
+  """Sends that enclose a loop over blocks or a kernel, and that do not.
+
+  -> two lists of (computation, array).
+  """
   hidden, bare = [], []
   for home, listed in program.computations.items():
-    encloses = {}  # name of a send under way -> whether it encloses a loop
+    encloses = {}  # name of a send under way -> whether it encloses one
     for i in listed.values():
-      if i.opcode == 'while':
+      if i.opcode == 'while' or '"tpu_custom_call"' in i.rest:
         encloses = dict.fromkeys(encloses, True)
       elif i.opcode == 'collective-permute-start':
         encloses[i.name] = False
@@ -182,9 +185,14 @@ def spans(program):
 
 
 @support.compiles('tpu')
-def test_on_a_tpu_every_send_of_a_ring_encloses_the_loop_over_blocks():
-  program = scheduled()
+@pytest.mark.parametrize('impl', ['auto', 'xla'])
+def test_on_a_tpu_every_send_of_a_ring_encloses_what_it_hides_behind(impl):
+  program = scheduled(impl)
   hidden, bare = spans(program)
+  names = {i.name for x in program.computations.values() for i in x.values()}
+  for kernel in ('forward', 'dq', 'dkv'):
+    ran = any(f'attention_tpu_{kernel}' in name for name in names)
+    assert ran == (impl == 'auto')
   inside = [array for home, *array in hidden if home != program.entry]
   # k, v and their positions, twice; the sums dk and dv in float32.
   assert sorted(inside) == sorted(
@@ -199,6 +207,6 @@ def test_on_a_tpu_every_send_of_a_ring_encloses_the_loop_over_blocks():
 @support.compiles('tpu')
 def test_the_schedule_check_would_find_sends_that_wait(monkeypatch):
   monkeypatch.setattr(lax, 'optimization_barrier', lambda tree: tree)
-  program = scheduled()
+  program = scheduled('xla')
   _, bare = spans(program)
   assert any(home != program.entry for home, *_ in bare)
