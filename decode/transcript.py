@@ -2,8 +2,9 @@
 
 A stop string is looked for in the decoded text, as it may begin and end inside
 tokens. Text that may still change is held back while streaming: an unfinished
-UTF-8 character, and an ending that a stop string could begin with. Cost: every
-call decodes the row again, O(tokens) per chunk.
+UTF-8 character, and an ending that a stop string could begin with. Cost: a
+token's bytes are made once, between two steps of the device; bytes become text,
+and are searched, as a whole, within one call each of the interpreter.
 """
 
 from typing import Any, NamedTuple
@@ -31,46 +32,49 @@ class Transcript:
     """ends: ids of tokens that end a row. limit: most new tokens."""
     self.tokens, self.logprobs, self.text, self.finish = [], [], '', ''
     self._tokenizer, self._ends, self._limit = tokenizer, ends, limit
-    self.stops, self._shown = tuple(stop), 0
+    self.stops, self._shown, self._raw = tuple(stop), 0, b''
 
   def extend(self, tokens, logprobs):
     """Takes the row's next tokens; sets `finish` when they end it.
 
     The end token and tokens after a stop string are not kept.
     """
-    before = len(self.tokens)
+    before, held = len(self.tokens), self._raw
     for token, logprob in zip(tokens, logprobs, strict=True):
       if token in self._ends:
         self.finish = 'end'
         break
       self.tokens.append(int(token))
       self.logprobs.append(float(logprob))
-    self.text = self._decode()
+    self._read(self.tokens[before:])
     if self.stops and self._find() >= 0:
-      self._cut(before)
+      self._cut(before, held)
     elif not self.finish and len(self.tokens) >= self._limit:
       self.finish = 'length'
 
-  def _decode(self):
+  def _read(self, tokens):
     # By bytes: as a text of its own it could lose the space it begins with.
-    raw = self._tokenizer.decode_bytes(self.tokens)
-    return raw.decode('utf-8', 'replace')
+    self._raw += self._tokenizer.decode_bytes(tokens)
+    self.text = self._raw.decode('utf-8', 'replace')
 
   def _find(self):
     """Where the first stop string begins in the text, or -1."""
     found = [self.text.find(s) for s in self.stops]
     return min((i for i in found if i >= 0), default=-1)
 
-  def _cut(self, before):
-    """Keeps the fewest tokens that hold a stop string, and the text before."""
-    every = self.tokens
-    for n in range(before, len(every) + 1):
-      self.tokens = every[:n]
-      self.text = self._decode()
+  def _cut(self, before, held):
+    """Keeps the fewest tokens that hold a stop string, and the text before.
+
+    held: bytes of the first `before` tokens, which hold none.
+    """
+    self._raw, n = held, before
+    while True:
+      self._read(self.tokens[n : n + 1])
+      n += 1
       if (at := self._find()) >= 0:
         break
     self.text, self.finish = self.text[:at], 'stop'
-    self.logprobs = self.logprobs[:n]
+    self.tokens, self.logprobs = self.tokens[:n], self.logprobs[:n]
 
   def fresh(self):
     """Text not returned before that can no longer change."""
@@ -107,7 +111,7 @@ def read(seen, rows, before, hooks):
     if row and not row.finish:
       end = seen.made[i]
       new = slice(before[i], end)
-      if end > before[i]:  # each time the whole row is decoded
+      if end > before[i]:
         row.extend(seen.tokens[i, new], seen.logprobs[i, new])
       if seen.broken[i] >= 0 and not row.finish:
         row.finish = 'broken'

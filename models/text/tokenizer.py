@@ -234,6 +234,7 @@ class Tokenizer(special.Special):
     self._special = {t.content: i for i, t in added.items() if t.special}
     self._special_ids = frozenset(self._special.values())
     self._pieces = {i: text for text, i in vocabulary.items()}
+    self._bytes = {}  # of ids that have been decoded
     self._byte_level = '"ByteLevel"' in json.dumps(self._spec.get('decoder'))
     config = stated(pathlib.Path(path).parent)
     if config.get('add_bos_token') is True:
@@ -289,7 +290,11 @@ class Tokenizer(special.Special):
     be fed to an incremental UTF-8 decoder token by token. Vocabularies that
     mark a space before a word keep it before the first word too.
     """
-    return b''.join(self._piece(int(i)) for i in ids)
+    ids, known = [int(i) for i in ids], self._bytes
+    for i in ids:
+      if i not in known:
+        known[i] = self._piece(i)
+    return b''.join([known[i] for i in ids])
 
   def decode(self, ids):
     """Text of `ids`, special tokens skipped, invalid UTF-8 replaced."""

@@ -43,6 +43,21 @@ def test_any_chunks_give_the_same_text(size, stop, kept, finish):
     assert decoded == kept
 
 
+@pytest.mark.parametrize('stop', [(), ('zzz',), ('STOP',)])
+def test_a_token_is_decoded_once(monkeypatch, stop):
+  read = []
+  whole = tokenizer.Bytes.decode_bytes
+  monkeypatch.setattr(
+    tokenizer.Bytes, 'decode_bytes',
+    lambda self, ids: read.extend(ids) or whole(self, ids),
+  )  # fmt: skip
+  ids = [*TEXT.encode(), 257]
+  run([[i] for i in ids], stop)
+  end = TEXT.encode().find(b'STOP') + 4 if stop == ('STOP',) else len(ids) - 1
+  # The token that completes a stop string is cut off and read again.
+  assert read == ids[:end] + ids[end - 1 : end] * (stop == ('STOP',))
+
+
 def test_what_may_change_is_held_back():
   row, pieces = run([b'ab\xc3', b'\xa9S', b'TO', b'x'], ('STOP',))
   assert pieces == ['ab', 'é', '', 'STOx'] and not row.finish
