@@ -156,8 +156,8 @@ def _check_leaves(text, run, table):
 
 
 def _bos(tokenizer, about):
-  """Id that begins a text: as the weights that a run began with say it; None:
-  nobody knows one."""
+  """Id that config.json says to begin a text: as that of the weights that a run
+  began with; None: nobody knows one."""
   known, bos = tokenizer.special_ids, about['bos']
   if bos is not None and (bos in known or not known):
     return bos
@@ -206,12 +206,13 @@ def _write_tokenizer(folder, config, about, say):
     return tokenizer
   (folder / files_lib.TOKENIZER).write_text(tokenizer.text, encoding='utf-8')
   written: dict[str, Any] = dict(tokenizer_class='PreTrainedTokenizerFast')
-  if (bos := _bos(tokenizer, about)) in tokenizer.special_ids:
+  bos, first = _bos(tokenizer, about), tokenizer.first
+  if (bos := bos if first is None else first) in tokenizer.special_ids:
     written['bos_token'] = tokenizer.name_of(bos)
   ends = *about['ends'], *loop.end_ids(tokenizer)
   if named := [i for i in ends if i in tokenizer.special_ids]:
     written['eos_token'] = tokenizer.name_of(named[0])
-  if tokenizer.first is not None:
+  if first is not None:
     written['add_bos_token'] = True
   if 'max_position_embeddings' in about:
     written['model_max_length'] = about['max_position_embeddings']

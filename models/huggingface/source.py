@@ -262,23 +262,26 @@ class Source:
     """Writes their tokenizer.json, how a document begins and ends, and beside
     it their chat template, which train/data/chat.py looks for there.
 
-    begun: a run of theirs is in the folder. Else a template beside a tokenizer
-    is of other weights, which were read there before, and goes.
+    begun: a run of theirs is in the folder, and goes on with the tokenizer that
+    it has there. Else a template beside a tokenizer is of other weights, which
+    were read there before, and goes.
 
+    What their tokenizer states goes before config.json, which fine-tuning with
+    other tokens may leave as it was; transformers encodes by the former, too.
     Some are trained without the token that their files call its beginning:
     text.tokenizer.Tokenizer.begins_with.
     """
-    bos = self.files.bos_token if self._bos is None else self._bos
-    eos = self.files.eos_token or next(iter(self._ends), '')
-    if begun and 'eos_token' not in tokenizer_lib.stated(file.parent):
-      eos = ''  # a run of before none was written keeps its fingerprint
-    text, adds = self.files.tokenizer(), self.files.adds_bos
     beside, stale = file.with_name(files_lib.TEMPLATE), file.exists()
     if self.files.template:
       tokenizer_lib.put(beside, self.files.template)
     elif stale and not begun:
       beside.unlink(missing_ok=True)
-    tokenizer_lib.keep(text, file, bos, adds, eos)
+    if begun and stale:
+      return
+    tokenizer_lib.keep(
+      self.files.tokenizer(), file, (self.files.bos_token, self._bos),
+      self.files.adds_bos, (self.files.eos_token, *self._ends),
+    )  # fmt: skip
 
 
 def _bos(config, vocab):

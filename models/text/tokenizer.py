@@ -98,16 +98,15 @@ def stated_token(config: dict, name: str) -> str:
   return found if isinstance(found, str) else ''
 
 
-def keep(
-  text, file, bos: int | str | None = None, adds=None, eos: int | str = ''
-) -> None:
+def keep(text, file, bos=(), adds=None, eos=()) -> None:
   """Writes a tokenizer.json, and beside it how a document begins and ends.
 
   Args:
     text: of the tokenizer.json. file: its path, a pathlib.Path.
-    bos: id or text that the files of its weights call so; None: none.
+    bos: ids or texts that the files of its weights call so; the first that is
+      a special token is it.
     adds: whether they say that a text begins with it; None: as `text` does.
-    eos: as bos; '': none.
+    eos: as bos.
   """
   put(file, text)
   made, beside = Tokenizer(file), file.with_name(STATED)
@@ -239,25 +238,28 @@ class Tokenizer(special.Special):
     config = stated(pathlib.Path(path).parent)
     if config.get('add_bos_token') is True:
       self.first = self._special.get(stated_token(config, 'bos_token'))
-    self.last = self.ends_with(stated_token(config, 'eos_token'))
+    self.last = self.ends_with([stated_token(config, 'eos_token')])
 
-  def begins_with(self, bos, adds=None) -> int | None:
-    """The id of `bos`, if documents begin with it. Arguments as of `keep`.
+  def begins_with(self, bos=(), adds=None) -> int | None:
+    """The id of bos, if documents begin with it. Arguments as of `keep`.
 
     Not every model that names one was trained with it: where no file says so,
     a token that is called as beginnings are goes first.
     """
-    bos = self._special.get(bos, bos)
-    if bos not in self.special_ids:
+    if (bos := self._first_special(bos)) is None:
       return None
     if adds is None:
       adds = self._tokenizer.encode('a').ids[:1] == [bos]
     return bos if adds or not self._begins else None
 
   def ends_with(self, eos) -> int | None:
-    """The id of `eos`, if documents end with it: no known name is there."""
-    eos = self._special.get(eos, eos)
-    return eos if eos in self.special_ids and not self._ends else None
+    """The id of eos, if documents end with it: no known name is there."""
+    return None if self._ends else self._first_special(eos)
+
+  def _first_special(self, given) -> int | None:
+    """The first of ids and texts that is a special token; None: none is."""
+    ids = (self._special.get(x, x) for x in given)
+    return next((i for i in ids if i in self.special_ids), None)
 
   def is_ordinary(self, token):
     return token in self._pieces and token not in self._added

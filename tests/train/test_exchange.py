@@ -475,6 +475,7 @@ def test_licence_and_origin_travel(run, exported, tmp_path):
   config = json.loads((folder / 'config.json').read_text())
   config |= dict(eos_token_id=7, bos_token_id=4)
   (folder / 'config.json').write_text(json.dumps(config))
+  (folder / files_lib.TOKENIZER_CONFIG).unlink()  # nothing but ids says them
   (folder / files_lib.TEMPLATE).write_text('a template')
   said = []
   exchange.bring(str(folder), tmp_path / 'a', say=said.append)

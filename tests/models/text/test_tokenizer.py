@@ -168,7 +168,7 @@ def test_the_end_that_files_state(tmp_path, special, eos, wanted):
   file, text = tmp_path / 'run' / 'tokenizer.json', pathlib.Path(path)
   file.parent.mkdir()
   eos = eos['content'] if isinstance(eos, dict) else eos
-  tokenizer.keep(text.read_text(), file, eos=eos)
+  tokenizer.keep(text.read_text(), file, eos=[eos])
   assert tokenizer.load(str(file)).last == (wanted if wanted == 3 else None)
   assert file.with_name(tokenizer.STATED).exists() == (wanted == 3)
 
@@ -212,7 +212,7 @@ def test_what_a_document_of_other_weights_begins_with(
   (tmp_path / 'run').mkdir()
   file = tmp_path / 'run' / 'tokenizer.json'
   for _ in range(2):  # what is there of other weights goes
-    tokenizer.keep(text, file, bos, adds)
+    tokenizer.keep(text, file, [bos], adds)
     assert tokenizer.load(str(file)).bos_id() == wanted
     assert file.read_text() == text
     file.with_name(tokenizer.STATED).write_text(

@@ -1,0 +1,101 @@
+"""Tokens that real folders state: what a text begins with, and ends with.
+
+Special tokens, and what the files say of them, are those of released weights;
+a Llama of one layer stands for their model.
+"""
+
+import json
+
+import numpy as np
+from safetensors import numpy as safetensors
+import tokenizers
+from tokenizers import models
+from tokenizers import processors
+
+from paraxis.models.huggingface import source
+from paraxis.models.text import tokenizer
+
+ROWS, WIDTH = 8, 8
+BEGIN = '<\uff5cbegin\u2581of\u2581sentence\uff5c>'  # DeepSeek
+END = '<\uff5cend\u2581of\u2581sentence\uff5c>'
+
+
+def quiet(line):
+  del line
+
+
+def tensors():
+  """{name: array} of a Llama of one layer, its head its embedding."""
+  layer, square = 'model.layers.0.', (WIDTH, WIDTH)
+  shapes = {
+    'model.embed_tokens.weight': (ROWS, WIDTH),
+    'model.norm.weight': (WIDTH,),
+    f'{layer}input_layernorm.weight': (WIDTH,),
+    f'{layer}post_attention_layernorm.weight': (WIDTH,),
+  }
+  shapes |= {f'{layer}self_attn.{x}_proj.weight': square for x in 'qkvo'}
+  shapes |= {
+    f'{layer}mlp.{x}_proj.weight': square for x in ('gate', 'up', 'down')
+  }
+  rng = np.random.default_rng(0)
+  return {n: rng.normal(size=s).astype('f4') for n, s in shapes.items()}
+
+
+def spelled(special, first=()):
+  """Text of a tokenizer.json: '?' 0, 'a' 1, then the special tokens; first:
+  those that its post-processor puts in front."""
+  made = tokenizers.Tokenizer(models.WordLevel({'?': 0, 'a': 1}, unk_token='?'))
+  made.add_special_tokens(list(special))
+  if first:
+    made.post_processor = processors.TemplateProcessing(
+      ' '.join((*first, '$A')),
+      special_tokens=[(x, made.token_to_id(x)) for x in first],
+    )
+  return made.to_str()
+
+
+def folder(path, text, config=None, stated=None, generation=None, more=()):
+  """A folder of Hugging Face. text: of its tokenizer.json; config, stated,
+  generation: fields of its .json files. more: tensors beside its own."""
+  path.mkdir(exist_ok=True)
+  own = dict(
+    model_type='llama', vocab_size=ROWS, hidden_size=WIDTH,
+    intermediate_size=WIDTH, num_hidden_layers=1, num_attention_heads=2,
+    tie_word_embeddings=True,
+  )  # fmt: skip
+  for name, content in (
+    ('config', own | (config or {})),
+    ('tokenizer_config', stated or {}),
+    ('generation_config', generation or {}),
+  ):
+    (path / f'{name}.json').write_text(json.dumps(content))
+  (path / 'tokenizer.json').write_text(text)
+  held = tensors() | dict(more)
+  safetensors.save_file(held, str(path / 'model.safetensors'))
+  return path
+
+
+def kept(path, begun=False):
+  """The tokenizer that a run of a folder's weights has."""
+  file = path / 'run' / 'tokenizer.json'
+  file.parent.mkdir(exist_ok=True)
+  source.Source(path).keep_tokenizer(file, begun)
+  return tokenizer.load(str(file))
+
+
+def test_a_tokenizer_knows_its_bos_better_than_config_json(tmp_path):
+  """DeepSeek-R1-Distill-Qwen: config.json has ids of the model that it began
+  with, of which one is the end of its own tokenizer."""
+  text = spelled([END, BEGIN], [BEGIN])
+  ids = dict(bos_token_id=2, eos_token_id=2)
+  said = dict(add_bos_token=True, bos_token=dict(content=BEGIN), eos_token=END)
+  assert kept(folder(tmp_path, text, ids, said)).bos_id() == 3
+  # What the tokenizer states is no token of its own, or nothing.
+  for bos in ('<s>', None):
+    assert (
+      kept(folder(tmp_path, text, ids, said | dict(bos_token=bos))).first == 2
+    )
+  # A run that began with another one goes on with it.
+  folder(tmp_path, text, ids, said)
+  assert kept(tmp_path, begun=True).bos_id() == 2
+  assert source.Source(tmp_path).about['bos'] == 2
