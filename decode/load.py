@@ -328,6 +328,7 @@ class Weights(Checkpoint):
   def __init__(self, path, say=print):
     """path: of a folder or file. say: prints one line per finding."""
     self._source = source_lib.Source(path)
+    self._source.check_head()
     self._say, self.step = say, None
     self._folder = tempfile.TemporaryDirectory()  # of the tokenizer
     if licence := self._source.about['licence']:

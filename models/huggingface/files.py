@@ -11,6 +11,7 @@ models/huggingface/gguf_file.py.
 from collections.abc import Mapping
 import hashlib
 import json
+import math
 import pathlib
 import re
 from typing import Any
@@ -33,6 +34,7 @@ OTHER_TOKENIZERS = (
 )  # fmt: skip
 PICKLES = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
 _BLOCK, _BLOCKS = 2**16, 16  # bytes of a file that are hashed, and how often
+_COMPARED = 2**26  # numbers of a tensor that are compared at once
 
 
 class Files:
@@ -65,6 +67,10 @@ class Files:
   def read(self, name: str) -> np.ndarray:
     """The tensor of a name."""
     raise NotImplementedError
+
+  def equal(self, name: str, other: str) -> bool:
+    """Whether two tensors are the same numbers."""
+    return np.array_equal(self.read(name), self.read(other))
 
   def tokenizer(self) -> str:
     """Text of a tokenizer.json; '': there is none."""
@@ -187,6 +193,17 @@ class Folder(Files):
 
   def read(self, name):
     return self._shard(self._file_of[name]).get_tensor(name)
+
+  def equal(self, name, other):
+    rows, *rest = self.shapes[name]
+    if self.shapes[other] != (rows, *rest):
+      return False
+    step = max(_COMPARED // max(math.prod(rest), 1), 1)
+    read = lambda of, i: self._slice(of)[i : min(i + step, rows)]
+    return all(
+      np.array_equal(read(name, i), read(other, i))
+      for i in range(0, rows, step)
+    )
 
   def tokenizer(self):
     file = self.path / TOKENIZER

@@ -29,6 +29,8 @@ BUFFERS = (
   'rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias',
   '.attention.bias', '.attention.masked_bias', '.position_ids',
 )  # fmt: skip
+# Of models that tie them, beside the embedding: Source.check_head compares.
+HEADS = ('lm_head.weight', 'embed_out.weight', 'output_projection.weight')
 
 
 class Leaf(NamedTuple):
@@ -126,6 +128,5 @@ def ignored(name: str, model=None) -> bool:
     return True
   if model is None:
     return False
-  heads = ('lm_head.weight', 'embed_out.weight', 'output_projection.weight')
-  tied = model.tied_embedding and name in heads
+  tied = model.tied_embedding and name in HEADS
   return tied or hybrid_parts.is_copy(name, model)

@@ -153,8 +153,28 @@ class Source:
           f'a {self.files.config["model_type"]}: {files_lib.grouped(names)}.'
         )
 
-  def configured(self, model: schema.Model, say) -> schema.Model:
-    """The model of the files, run as `model` is; says which fields change."""
+  def check_head(self):
+    """UserError: a head beside the embedding that it is said to be, and that is
+    another: the logits would be those of no model that was trained."""
+    table = known.find(self.files.config['model_type']).names['embedding']
+    table = f'{table}.weight'.removeprefix(self._bare)
+    for name in leaves_lib.HEADS:
+      tied = self.model.tied_embedding and name in self.files.shapes
+      if tied and not self.files.equal(name, table):
+        raise errors.UserError(
+          f'{self.files.path}: {name} is not {table}, to which config.json or '
+          "its model_type's default ties it: the model has a head of its own, "
+          'set tie_word_embeddings=false in config.json.'
+        )
+
+  def configured(self, model: schema.Model, say, begun=False) -> schema.Model:
+    """The model of the files, run as `model` is; says which fields change.
+
+    begun: a run of theirs is there, which has its parameters. UserError: as of
+    `check_head`.
+    """
+    if not begun:
+      self.check_head()
     kept = {name: schema.value(model, name) for name in RUNS}
     made = schema.with_values(self.model, kept)
     changed = [

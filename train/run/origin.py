@@ -330,7 +330,7 @@ class Foreign:
     has a run of other weights.
     """
     begun = self._check_run(pathlib.Path(folder).resolve())
-    model = self._source.configured(config.model, say)
+    model = self._source.configured(config.model, say, begun)
     data, text = config.data, self._source.files.tokenizer()
     file = pathlib.Path(folder).resolve() / files_lib.TOKENIZER
     if not text:

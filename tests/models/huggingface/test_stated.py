@@ -1,4 +1,4 @@
-"""Tokens that real folders state: what a text begins with, and ends with.
+"""What real folders state, and what of it is so: tokens, tied heads.
 
 Special tokens, and what the files say of them, are those of released weights;
 a Llama of one layer stands for their model.
@@ -6,14 +6,21 @@ a Llama of one layer stands for their model.
 
 import json
 
+import ml_dtypes
 import numpy as np
+import pytest
 from safetensors import numpy as safetensors
+import support
 import tokenizers
 from tokenizers import models
 from tokenizers import processors
 
+from paraxis.configs import schema
+from paraxis.decode import load
+from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source
 from paraxis.models.text import tokenizer
+from paraxis.train.run import origin
 
 ROWS, WIDTH = 8, 8
 BEGIN = '<\uff5cbegin\u2581of\u2581sentence\uff5c>'  # DeepSeek
@@ -99,3 +106,38 @@ def test_a_tokenizer_knows_its_bos_better_than_config_json(tmp_path):
   folder(tmp_path, text, ids, said)
   assert kept(tmp_path, begun=True).bos_id() == 2
   assert source.Source(tmp_path).about['bos'] == 2
+
+
+EMBEDDING = 'model.embed_tokens.weight'
+
+
+@pytest.mark.parametrize('dtype', ['float32', ml_dtypes.bfloat16])
+def test_a_head_of_its_own_is_none_that_is_tied(tmp_path, monkeypatch, dtype):
+  """A copy is passed over; trained apart, it would be dropped."""
+  monkeypatch.setattr(files_lib, '_COMPARED', 3 * WIDTH)  # blocks of rows
+  head = tensors()[EMBEDDING].astype(dtype)
+  more = {'lm_head.weight': head, EMBEDDING: head}
+  text = spelled([END, BEGIN])
+  with load.Weights(folder(tmp_path, text, more=more), quiet):
+    pass
+  other = head.copy()
+  other[-1, -1] += 1
+  for x in (other, head[1:]):
+    folder(tmp_path, text, more=more | {'lm_head.weight': x})
+    with support.refused('lm_head.weight is not', 'tie_word_embeddings=false'):
+      load.Weights(tmp_path, quiet)
+    with support.refused('lm_head.weight is not'):
+      origin.Foreign(str(tmp_path)).configured(
+        schema.Config(), tmp_path / 'run', quiet
+      )
+  # Untied it is read, and a run that began before goes on.
+  folder(tmp_path, text, dict(tie_word_embeddings=False), more=more)
+  with load.Weights(tmp_path, quiet):
+    pass
+  monkeypatch.setattr(origin.Foreign, '_check_run', lambda *given: True)
+  folder(tmp_path, text, more=more | {'lm_head.weight': other})
+  (tmp_path / 'run').mkdir()
+  found = origin.Foreign(str(tmp_path)).configured(
+    schema.Config(), tmp_path / 'run', quiet
+  )
+  assert found.model.tied_embedding
