@@ -209,7 +209,7 @@ def _write_tokenizer(folder, config, about, say):
   bos, first = _bos(tokenizer, about), tokenizer.first
   if (bos := bos if first is None else first) in tokenizer.special_ids:
     written['bos_token'] = tokenizer.name_of(bos)
-  ends = *about['ends'], *loop.end_ids(tokenizer)
+  ends = tokenizer.last, *about['ends'], *loop.end_ids(tokenizer)
   if named := [i for i in ends if i in tokenizer.special_ids]:
     written['eos_token'] = tokenizer.name_of(named[0])
   if first is not None:

@@ -7,8 +7,9 @@ else, in a vocabulary of ours that has only domain tokens (`<|end|>` tells it;
 the shipped one), the first domain in sorted order. So text of an unknown domain
 is trained and prompted with the same token.
 
-Which end-of-document token: the one with a known name (`<|end|>`, `</s>`, ...),
-else the eos_token of tokenizer_config.json.
+Which end-of-document token: the end_token of tokenizer_config.json, by which
+weights of others keep what their files call so; else the one with a known name
+(`<|end|>`, `</s>`, ...); else the eos_token of tokenizer_config.json.
 """
 
 import functools
@@ -33,8 +34,8 @@ class Special:
 
   Attributes:
     first: id that a document of no domain begins with, where files state it.
-    last: id that a document ends with, where files state it and none of the
-      known names is there.
+    last: id that a document ends with, where files state it, of weights or
+      because none of the known names is there.
   """
 
   first: int | None = None
@@ -84,9 +85,9 @@ class Special:
     return any(text in self._special for text in _BOS)
 
   @property
-  def _ends(self):
-    """Whether a token is called by one of the names of an end."""
-    return any(text in self._special for text in _END)
+  def known_end(self):
+    """Id of the token that is called by a known name of an end; None: none."""
+    return next((self._special[t] for t in _END if t in self._special), None)
 
   @functools.cached_property
   def special_ids(self):

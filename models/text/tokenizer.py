@@ -29,6 +29,9 @@ from paraxis.configs.base import plain_files
 from paraxis.models.text import special
 
 STATED = 'tokenizer_config.json'  # of Hugging Face, beside a tokenizer.json
+# Beside what it has there, in a folder of weights or of a run of them: text of
+# the token that a document ends with, whatever others are called.
+END_TOKEN = 'end_token'
 SHIPPED = {'bpe2048': 'bpe2048.json'}
 _BYTE_TOKEN = re.compile(r'<0x([0-9A-F]{2})>')
 
@@ -92,7 +95,7 @@ def stated(folder) -> dict:
 
 
 def stated_token(config: dict, name: str) -> str:
-  """Text of a tokenizer_config's bos_token or eos_token; '': it has none."""
+  """Text of a token that a tokenizer_config names; '': it names none."""
   found = config.get(name)
   found = found.get('content') if isinstance(found, dict) else found
   return found if isinstance(found, str) else ''
@@ -115,6 +118,9 @@ def keep(text, file, bos=(), adds=None, eos=()) -> None:
     words = dict(bos_token=made.name_of(found), add_bos_token=True)
   if (found := made.ends_with(eos)) is not None:
     words['eos_token'] = made.name_of(found)
+  elif (found := made.first_special(eos)) not in (None, made.known_end):
+    # Of gpt-oss `<|end|>` ends a message, and `<|return|>` what it says.
+    words[END_TOKEN] = made.name_of(found)
   if not words:
     beside.unlink(missing_ok=True)
   else:
@@ -238,7 +244,9 @@ class Tokenizer(special.Special):
     config = stated(pathlib.Path(path).parent)
     if config.get('add_bos_token') is True:
       self.first = self._special.get(stated_token(config, 'bos_token'))
-    self.last = self.ends_with([stated_token(config, 'eos_token')])
+    self.last = self.first_special([stated_token(config, END_TOKEN)])
+    if self.last is None:
+      self.last = self.ends_with([stated_token(config, 'eos_token')])
 
   def begins_with(self, bos=(), adds=None) -> int | None:
     """The id of bos, if documents begin with it. Arguments as of `keep`.
@@ -246,7 +254,7 @@ class Tokenizer(special.Special):
     Not every model that names one was trained with it: where no file says so,
     a token that is called as beginnings are goes first.
     """
-    if (bos := self._first_special(bos)) is None:
+    if (bos := self.first_special(bos)) is None:
       return None
     if adds is None:
       adds = self._tokenizer.encode('a').ids[:1] == [bos]
@@ -254,9 +262,9 @@ class Tokenizer(special.Special):
 
   def ends_with(self, eos) -> int | None:
     """The id of eos, if documents end with it: no known name is there."""
-    return None if self._ends else self._first_special(eos)
+    return self.first_special(eos) if self.known_end is None else None
 
-  def _first_special(self, given) -> int | None:
+  def first_special(self, given) -> int | None:
     """The first of ids and texts that is a special token; None: none is."""
     ids = (self._special.get(x, x) for x in given)
     return next((i for i in ids if i in self.special_ids), None)

@@ -16,9 +16,12 @@ from tokenizers import models
 from tokenizers import processors
 
 from paraxis.configs import schema
+from paraxis.decode import chat
 from paraxis.decode import load
+from paraxis.decode import loop
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source
+from paraxis.models.text import chat as templates
 from paraxis.models.text import tokenizer
 from paraxis.train.run import origin
 
@@ -141,3 +144,45 @@ def test_a_head_of_its_own_is_none_that_is_tied(tmp_path, monkeypatch, dtype):
     schema.Config(), tmp_path / 'run', quiet
   )
   assert found.model.tied_embedding
+
+
+def ends(path):
+  """(texts of the tokens that a text of a folder's weights ends with, the first
+  that of a document; eos_token of a template)."""
+  made = kept(path)
+  ids = *loop.end_ids(made), *source.Source(path).about['ends']
+  shown = chat.Chat(made, '{{ eos_token }}{{ messages[1:] }}')
+  text = templates.rendered(shown._template, [], shown._specials, 'test')
+  return [made.name_of(i) for i in dict.fromkeys(ids)], text.removesuffix('[]')
+
+
+def test_ends_that_are_stated_are_the_ends(tmp_path):
+  """Of gpt-oss a known name ends a message, behind which the answer comes; that
+  of Phi-3 is not the one that its template writes."""
+  special = ['<|endoftext|>', '<|return|>', '<|end|>', '<|call|>']
+  stated, generation = {'eos_token': '<|return|>'}, {'eos_token_id': [3, 2, 5]}
+  folder(
+    tmp_path / 'gpt', spelled(special), dict(eos_token_id=3), stated, generation
+  )
+  names = ['<|return|>', '<|endoftext|>', '<|call|>']
+  assert ends(tmp_path / 'gpt') == (names, '<|return|>')
+  special, generation = ['<|endoftext|>', '<|end|>'], {'eos_token_id': [2, 3]}
+  stated = {'eos_token': special[0]}
+  folder(tmp_path / 'phi', spelled(special), None, stated, generation)
+  assert ends(tmp_path / 'phi') == (special, special[0])
+  # By its id alone; else by its name.
+  folder(tmp_path / 'phi', spelled(special), dict(eos_token_id=2))
+  assert ends(tmp_path / 'phi') == (special[:1], special[0])
+  folder(tmp_path / 'phi', spelled(special))
+  assert ends(tmp_path / 'phi') == (special[1:], special[1])
+
+
+def test_a_run_of_before_ends_as_it_did(tmp_path):
+  """Documents of its tokens end with the known name."""
+  text = spelled(['<|endoftext|>', '<|end|>'])
+  folder(tmp_path, text, dict(eos_token_id=2), {'eos_token': '<|endoftext|>'})
+  assert kept(tmp_path).last == kept(tmp_path, begun=True).last == 2
+  (tmp_path / 'run' / 'tokenizer_config.json').unlink()
+  assert kept(tmp_path, begun=True).last is None
+  # The file itself, named in data.tokenizer, has no word of it either.
+  assert tokenizer.load(str(tmp_path / 'tokenizer.json')).last is None
