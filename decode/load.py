@@ -350,7 +350,8 @@ class Weights(Checkpoint):
     name = ''
     if files.tokenizer():
       file = pathlib.Path(self._folder.name, files_lib.TOKENIZER)
-      self._source.keep_tokenizer(file)
+      if not file.exists():
+        self._source.keep_tokenizer(file, say=self._say)
       name = str(file)
     config = schema.with_value(config, 'data.tokenizer', name)
     return ml_collections.ConfigDict(schema.to_dict(config)).lock()

@@ -278,13 +278,13 @@ class Source:
       bos=self._bos,
     )
 
-  def keep_tokenizer(self, file: pathlib.Path, begun=False) -> None:
+  def keep_tokenizer(self, file: pathlib.Path, begun=False, say=print) -> None:
     """Writes their tokenizer.json, how a document begins and ends, and beside
     it their chat template, which train/data/chat.py looks for there.
 
     begun: a run of theirs is in the folder, and goes on with the tokenizer that
     it has there. Else a template beside a tokenizer is of other weights, which
-    were read there before, and goes.
+    were read there before, and goes. say: prints one line.
 
     What their tokenizer states goes before config.json, which fine-tuning with
     other tokens may leave as it was; transformers encodes by the former, too.
@@ -298,10 +298,17 @@ class Source:
       beside.unlink(missing_ok=True)
     if begun and stale:
       return
-    tokenizer_lib.keep(
+    rows = self.model.vocab_size
+    left = tokenizer_lib.keep(
       self.files.tokenizer(), file, (self.files.bos_token, self._bos),
-      self.files.adds_bos, (self.files.eos_token, *self._ends),
+      self.files.adds_bos, (self.files.eos_token, *self._ends), rows,
     )  # fmt: skip
+    if left:
+      say(
+        f'tokenizer of {self.files.path}: {", ".join(left[:8])} '
+        f'({len(left)} special tokens) have ids above the {rows} rows of the '
+        'embedding, and are left out'
+      )
 
 
 def _bos(config, vocab):

@@ -33,11 +33,13 @@ class Special:
   """What all vocabularies share: special tokens and their rules.
 
   Attributes:
+    left_out: texts of special tokens that have no id here.
     first: id that a document of no domain begins with, where files state it.
     last: id that a document ends with, where files state it, of weights or
       because none of the known names is there.
   """
 
+  left_out: tuple[str, ...] = ()
   first: int | None = None
   last: int | None = None
 
@@ -97,7 +99,7 @@ class Special:
   @property
   def specials(self):
     """Texts of the special tokens."""
-    return tuple(self._special)
+    return *self._special, *self.left_out
 
   def name_of(self, token):
     """Text of a special token's id."""

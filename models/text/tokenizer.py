@@ -32,6 +32,7 @@ STATED = 'tokenizer_config.json'  # of Hugging Face, beside a tokenizer.json
 # Beside what it has there, in a folder of weights or of a run of them: text of
 # the token that a document ends with, whatever others are called.
 END_TOKEN = 'end_token'
+IDS_BELOW = 'ids_below'  # rows of the embedding: special ids above are left out
 SHIPPED = {'bpe2048': 'bpe2048.json'}
 _BYTE_TOKEN = re.compile(r'<0x([0-9A-F]{2})>')
 
@@ -101,8 +102,9 @@ def stated_token(config: dict, name: str) -> str:
   return found if isinstance(found, str) else ''
 
 
-def keep(text, file, bos=(), adds=None, eos=()) -> None:
-  """Writes a tokenizer.json, and beside it how a document begins and ends.
+def keep(text, file, bos=(), adds=None, eos=(), rows=None) -> tuple[str, ...]:
+  """Writes a tokenizer.json, and beside it how a document begins and ends ->
+  special tokens that the embedding has no row for.
 
   Args:
     text: of the tokenizer.json. file: its path, a pathlib.Path.
@@ -110,10 +112,11 @@ def keep(text, file, bos=(), adds=None, eos=()) -> None:
       a special token is it.
     adds: whether they say that a text begins with it; None: as `text` does.
     eos: as bos.
+    rows: of the embedding; None: not known.
   """
   put(file, text)
-  made, beside = Tokenizer(file), file.with_name(STATED)
-  words: dict[str, str | bool] = {}
+  made, beside = Tokenizer(file, config={}), file.with_name(STATED)
+  words: dict[str, str | bool | int] = {}
   if (found := made.begins_with(bos, adds)) is not None:
     words = dict(bos_token=made.name_of(found), add_bos_token=True)
   if (found := made.ends_with(eos)) is not None:
@@ -121,10 +124,28 @@ def keep(text, file, bos=(), adds=None, eos=()) -> None:
   elif (found := made.first_special(eos)) not in (None, made.known_end):
     # Of gpt-oss `<|end|>` ends a message, and `<|return|>` what it says.
     words[END_TOKEN] = made.name_of(found)
+  left = ()
+  if rows is not None and made.vocab_size > rows:
+    less = Tokenizer(file, config=words | {IDS_BELOW: rows})
+    ends = _ends_of(Tokenizer(file, config=words))
+    if less.vocab_size <= rows and ends == _ends_of(less):
+      words[IDS_BELOW], left = rows, less.left_out
   if not words:
     beside.unlink(missing_ok=True)
   else:
     put(beside, json.dumps(words) + '\n')
+  return left
+
+
+def _ends_of(made):
+  """Ids that a document begins and ends with; None: it has none."""
+  out = []
+  for find in (made.bos_id, lambda: made.end_id):
+    try:
+      out.append(find())
+    except errors.UserError:
+      out.append(None)
+  return out
 
 
 def put(file, text):
@@ -214,9 +235,15 @@ _PLAIN = {'bytes': Bytes, 'ids': Ids}
 
 
 class Tokenizer(special.Special):
-  """A tokenizer.json, read by the `tokenizers` library (data, never code)."""
+  """A tokenizer.json, read by the `tokenizers` library (data, never code).
 
-  def __init__(self, path, name=None):
+  Attributes:
+    left_out: texts of special tokens that the weights have no row for, as of an
+      image in a model of text alone. No text has their ids.
+  """
+
+  def __init__(self, path, name=None, config=None):
+    """config: of tokenizer_config.json; None: the one beside it."""
     content = pathlib.Path(path).read_bytes()
     self.name = name or str(path)
     self.fingerprint = hashlib.sha256(content).hexdigest()
@@ -232,16 +259,22 @@ class Tokenizer(special.Special):
     self._tokenizer.encode_special_tokens = True
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
+    if config is None:
+      config = stated(pathlib.Path(path).parent)
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-    self.vocab_size = 1 + max(vocabulary.values(), default=-1)
     added = self._tokenizer.get_added_tokens_decoder()
+    if type(below := config.get(IDS_BELOW)) is int:
+      above = {i: t for i, t in added.items() if t.special and i >= below}
+      self.left_out = tuple(t.content for t in above.values())
+      added = {i: t for i, t in added.items() if i not in above}
+      vocabulary = {t: i for t, i in vocabulary.items() if i not in above}
+    self.vocab_size = 1 + max(vocabulary.values(), default=-1)
     self._added = {i: token.content for i, token in added.items()}
     self._special = {t.content: i for i, t in added.items() if t.special}
     self._special_ids = frozenset(self._special.values())
     self._pieces = {i: text for text, i in vocabulary.items()}
     self._bytes = {}  # of ids that have been decoded
     self._byte_level = '"ByteLevel"' in json.dumps(self._spec.get('decoder'))
-    config = stated(pathlib.Path(path).parent)
     if config.get('add_bos_token') is True:
       self.first = self._special.get(stated_token(config, 'bos_token'))
     self.last = self.first_special([stated_token(config, END_TOKEN)])

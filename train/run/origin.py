@@ -337,7 +337,7 @@ class Foreign:
       self._check_named(data.tokenizer, model.vocab_size, flag)
       say(f'data.tokenizer: {data.tokenizer}; {self.about["source"]} has none')
     elif data.tokenizer in ('', schema.Data().tokenizer, str(file)):
-      self._source.keep_tokenizer(file, begun)
+      self._source.keep_tokenizer(file, begun, say)
       data = dataclasses.replace(data, tokenizer=str(file))
       say(f'data.tokenizer: the one of {self.about["source"]}')
     else:

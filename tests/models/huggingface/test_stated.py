@@ -89,7 +89,7 @@ def kept(path, begun=False):
   """The tokenizer that a run of a folder's weights has."""
   file = path / 'run' / 'tokenizer.json'
   file.parent.mkdir(exist_ok=True)
-  source.Source(path).keep_tokenizer(file, begun)
+  source.Source(path).keep_tokenizer(file, begun, quiet)
   return tokenizer.load(str(file))
 
 
@@ -186,3 +186,42 @@ def test_a_run_of_before_ends_as_it_did(tmp_path):
   assert kept(tmp_path, begun=True).last is None
   # The file itself, named in data.tokenizer, has no word of it either.
   assert tokenizer.load(str(tmp_path / 'tokenizer.json')).last is None
+
+
+def test_special_tokens_that_have_no_row(tmp_path):
+  """All files of Gemma 3 without images name that of an image, whose id is the
+  number of rows."""
+  names = ['<bos>', '<eos>', '<pad>', 'x4', 'x5', 'x6', '<image>', '<video>']
+  stated, said = dict(bos_token='<bos>', add_bos_token=True), []
+  folder(tmp_path, spelled(names), None, stated)
+  for _ in range(2):  # of a run and of nothing but decoding
+    with load.Weights(tmp_path, said.append) as weights:
+      config = schema.view(weights.config())
+      built, _, made, _ = weights.parts(config)
+      assert made.vocab_size == ROWS == built.model.config.vocab_size
+    assert len([x for x in said if '<image>, <video> (2 special' in x]) == 1
+    said.clear()
+  assert kept(tmp_path).left_out == ('<image>', '<video>')
+  assert made.decode_bytes([8, 9, 1]) == b'a' and not made.is_ordinary(8)
+  with support.refused("the special token '<image>'"):
+    templates.check_spelling('an <image>', made.specials, 'it')
+  # What was read there before had other tokens.
+  folder(tmp_path, spelled(names[:5]), None, stated)
+  assert not kept(tmp_path).left_out
+
+
+@pytest.mark.parametrize(
+  'stated, added',
+  [
+    (dict(bos_token='<image>', add_bos_token=True), []),
+    (dict(eos_token='<image>'), []),
+    ({}, ['ordinary']),
+  ],
+)
+def test_what_texts_have_needs_its_row(tmp_path, stated, added):
+  names = ['<bos>', 'x3', '<pad>', 'x4', 'x5', 'x6', '<image>']
+  made = tokenizers.Tokenizer.from_str(spelled(names))
+  made.add_tokens(added)
+  with load.Weights(folder(tmp_path, made.to_str(), None, stated)) as weights:
+    with support.refused(f'has {9 + len(added)} ids, the weights 8'):
+      weights.parts(schema.view(weights.config()))
