@@ -331,6 +331,8 @@ class Weights(Checkpoint):
     self._source.check_head()
     self._say, self.step = say, None
     self._folder = tempfile.TemporaryDirectory()  # of the tokenizer
+    if self._source.left_out:
+      say(self._source.left_out)
     if licence := self._source.about['licence']:
       say(f'licence of the weights: {licence}')
 

@@ -11,6 +11,7 @@ Legend: D model, N heads, K kv heads, H head width, F hidden width, E experts.
 from collections.abc import Callable
 import functools
 import math
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,9 @@ BUFFERS = (
   'rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias',
   '.attention.bias', '.attention.masked_bias', '.position_ids',
 )  # fmt: skip
+_LATER = re.compile(r'(model\.)?mtp[._]')
+# How many layers behind the last one predict later tokens, in config.json.
+_LATER_LAYERS = 'num_nextn_predict_layers', 'num_mtp_layers'
 # Of models that tie them, beside the embedding: Source.check_head compares.
 HEADS = ('lm_head.weight', 'embed_out.weight', 'output_projection.weight')
 
@@ -130,3 +134,21 @@ def ignored(name: str, model=None) -> bool:
     return False
   tied = model.tied_embedding and name in HEADS
   return tied or hybrid_parts.is_copy(name, model)
+
+
+def is_later(name: str, config: dict[str, Any]) -> bool:
+  """Is a tensor of layers that predict tokens behind the next one?
+
+  They draft for the model and change none of its numbers; transformers passes
+  them over, too. config: of config.json, which has been read as a model.
+  """
+  if _LATER.match(name):
+    return True
+  at, behind = known.find(config['model_type']).names['layer'].split('{}')
+  found = re.match(rf'{re.escape(at)}(\d+){re.escape(behind)}\.', name)
+  first = config.get('num_hidden_layers')  # some have a pattern instead
+  if not found or first is None:
+    return False
+  counts = [config.get(field) for field in _LATER_LAYERS]
+  count = next((n for n in counts if type(n) is int), 0)
+  return first <= int(found[1]) < first + count

@@ -102,7 +102,10 @@ class Source:
 
   Attributes:
     files: files.Files. model: schema.Model that computes what they are of.
+    left_out: a line that says which tensors are not read; '': all are.
   """
+
+  left_out = ''
 
   def __init__(self, path):
     """path: folder, GGUF file, or SMOLLM2; UserError: not readable."""
@@ -146,12 +149,19 @@ class Source:
     held = {f'{self._bare}{name}' for name in self.files.shapes}
     missing, rest = sorted(wanted - held), held - wanted
     rest = sorted(n for n in rest if not leaves_lib.ignored(n, self.model))
+    later = [n for n in rest if leaves_lib.is_later(n, self.files.config)]
+    rest = sorted(set(rest) - set(later))
     for names, what in ((missing, 'lacks'), (rest, 'has, unused,')):
       if names:
         raise errors.UserError(
           f'{self.files.path} {what} {len(names)} of {len(wanted)} tensors of '
           f'a {self.files.config["model_type"]}: {files_lib.grouped(names)}.'
         )
+    if later:
+      self.left_out = (
+        f'{self.files.path}: {len(later)} tensors of layers that predict '
+        f'later tokens are left out, as {later[0]}'
+      )
 
   def check_head(self):
     """UserError: a head beside the embedding that it is said to be, and that is
@@ -175,6 +185,8 @@ class Source:
     """
     if not begun:
       self.check_head()
+    if self.left_out:
+      say(self.left_out)
     kept = {name: schema.value(model, name) for name in RUNS}
     made = schema.with_values(self.model, kept)
     changed = [

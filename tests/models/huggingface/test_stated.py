@@ -225,3 +225,29 @@ def test_what_texts_have_needs_its_row(tmp_path, stated, added):
   with load.Weights(folder(tmp_path, made.to_str(), None, stated)) as weights:
     with support.refused(f'has {9 + len(added)} ids, the weights 8'):
       weights.parts(schema.view(weights.config()))
+
+
+def test_layers_that_predict_later_tokens(tmp_path):
+  """Qwen3-Next has them by a name, DeepSeek-V3 and GLM-4.5 behind the last."""
+  names = [
+    'mtp.fc.weight', 'mtp.layers.0.mlp.gate.weight',
+    'model.mtp_emb_norm.weight', 'model.layers.1.eh_proj.weight',
+    'model.layers.1.mlp.experts.7.up_proj.weight',
+  ]  # fmt: skip
+  text, said = spelled([END, BEGIN]), []
+  more = {name: np.ones((2, 2), 'f4') for name in names}
+  count = dict(num_nextn_predict_layers=1)
+  with load.Weights(folder(tmp_path, text, count, more=more), said.append):
+    pass
+  (tmp_path / 'run').mkdir()
+  origin.Foreign(str(tmp_path)).configured(
+    schema.Config(), tmp_path / 'run', said.append
+  )
+  lines = [x for x in said if '5 tensors of layers that predict later' in x]
+  assert len(lines) == 2 and names[3] in lines[0]
+  # Layers that nobody counts, or a next one, are none of them.
+  with support.refused('has, unused, 2', names[3]):
+    source.Source(folder(tmp_path, text, more=more))
+  more['model.layers.2.eh_proj.weight'] = np.ones(2, 'f4')
+  with support.refused('has, unused, 1', 'layers.2.eh_proj'):
+    source.Source(folder(tmp_path, text, count, more=more))
