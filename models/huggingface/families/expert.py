@@ -161,21 +161,21 @@ GRANITE_NAMES = dict(
 )  # fmt: skip
 
 
-def _whole_rotation(config):
-  """Half of a head is rotated where a file says nothing."""
-  name, rope = 'partial_rotary_factor', rows.given_rope(config)
-  if rope(name, config(name, 0.5)) != 1:
-    rope.refuse(name, 'rotates a part of a head, or has its default, 0.5')
-  return {}
+def _minimax_fraction(config):
+  """Released files say how many numbers of a head rotate."""
+  width = config('head_dim')
+  usual = config('rotary_dim', width, 1) / width
+  return dense_kin.fraction(usual).read(config)
 
 
-WHOLE = Computed(
-  _whole_rotation,
-  lambda model: {
-    'rope_parameters': rows.written_rope(model)
-    | dict(partial_rotary_factor=1.0)
-  },
+MINIMAX_FRACTION = rows.Fraction(
+  _minimax_fraction, dense_kin.fraction(1.0).write
 )
+# What released files state and the class does not read.
+MINIMAX_STATED = (
+  Fixed('use_qk_norm', True), Fixed('qk_norm_type', 'per_layer'),
+  Fixed('scoring_func', 'sigmoid'), Fixed('use_routing_bias', True),
+)  # fmt: skip
 
 
 def _granite_shared(config):
@@ -241,7 +241,14 @@ FAMILIES = {
   ),
   'minimax_m2': family(
     'MiniMaxM2ForCausalLM', llama(theta=5e6), LOCAL, TOP, BIASED,
-    Ours({'experts.normalise': True, 'qk_norm': 'all'}),
+    Ours({'experts.normalise': True, 'qk_norm': 'all'}), MINIMAX_FRACTION,
+    MINIMAX_STATED,
+    silent=(
+      'attn_type_list', 'layernorm_full_attention_beta',
+      'layernorm_linear_attention_beta', 'layernorm_mlp_beta',
+      'mlp_intermediate_size', 'mtp_transformer_layers', 'num_mtp_modules',
+      'shared_moe_mode', 'use_mtp',
+    ),
     moe='block_sparse_moe', router='gate',
     router_bias='e_score_correction_bias', expert='experts.{}',
     expert_gate='w1', expert_up='w3', expert_down='w2',
@@ -290,7 +297,8 @@ FAMILIES = {
     **kin.EXPERT_NAMES | dict(router_bias='e_score_correction_bias'),
   ),
   'glm4_moe': family(
-    'Glm4MoeForCausalLM', llama(epsilon=1e-5), SIGMOID, DENSE_FIRST, WHOLE,
+    'Glm4MoeForCausalLM', llama(epsilon=1e-5), SIGMOID, DENSE_FIRST,
+    dense_kin.fraction(0.5),
     Same('attention_bias', 'attention_bias', False),
     Choice('use_qk_norm', 'qk_norm', {False: 'none', True: 'head'}, False),
     **kin.EXPERT_NAMES,

@@ -19,7 +19,9 @@ REFUSED = [
   ('deepseek_v3', dict(attention_bias=True), 'attention_bias'),
   ('deepseek_v3', dict(num_key_value_heads=2), 'num_key_value_heads'),
   ('falcon_mamba', dict(use_bias=True), 'use_bias'),
-  ('glm4_moe', dict(rope_parameters=None), 'partial_rotary_factor'),
+  ('minimax_m2', dict(rotary_dim=99), 'rope_fraction'),
+  ('minimax_m2', dict(use_qk_norm=False), 'use_qk_norm'),
+  ('minimax_m2', dict(scoring_func='softmax'), 'scoring_func'),
   ('gptj', dict(rotary=False), 'rotary'),
   ('gptj', dict(scale_attn_weights=False), 'scale_attn_weights'),
   ('gpt_oss', dict(swiglu_limit=-5.0), 'swiglu_limit'),
@@ -126,6 +128,36 @@ def test_older_fields_are_read(name, fields, changed):
   after = config_lib.canonical(config_lib.to_model(config | fields))
   assert {k for k, x in after.items() if x != before[k]} == {*changed.split()}
   assert not changed or after[changed] == fields['rotary_emb_base']
+
+
+# Released: GLM-4.5, MiniMax-M2. (fields, share of a head that rotates)
+PARTS = [
+  ('glm4_moe', dict(partial_rotary_factor=0.5, rope_theta=1e6), 0.5),
+  ('glm4_moe', dict(rope_theta=1e6), 0.5),
+  ('glm4_moe', dict(rope_parameters=dict(partial_rotary_factor=0.25)), 0.25),
+  (
+    'minimax_m2',
+    dict(
+      rotary_dim=4, use_qk_norm=True, qk_norm_type='per_layer', use_mtp=True,
+      scoring_func='sigmoid', use_routing_bias=True, num_mtp_modules=3,
+      mtp_transformer_layers=1, attn_type_list=[1, 1],
+      shared_intermediate_size=0, layernorm_mlp_beta=1.0,
+    ), 0.5,
+  ),
+  ('minimax_m2', dict(rotary_dim=4, partial_rotary_factor=0.25), 0.25),
+  ('minimax_m2', {}, 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('name, fields, part', PARTS)
+def test_a_part_of_a_head_rotates(name, fields, part):
+  """Of heads of 8; mixers/test_attention.py has what it computes."""
+  config = hf_families.read_golden(name)['config']
+  config |= dict(rope_parameters=None, head_dim=8) | fields
+  model = config_lib.to_model(config)
+  assert model.rope_fraction == part
+  config = config_lib.from_model(model, name)
+  assert config_lib.to_model(config).rope_fraction == part
 
 
 # Their configs have it, and no class of theirs reads it.

@@ -53,6 +53,9 @@ CASES = {
   'grown_unrotated': ('N', LLAMA4),
   'norm_rotated_bare': ('K', LLAMA4),
   'clipped': ('F', dict(qkv_clip=0.4, attention_bias=True)),
+  # GLM-4.5 and MiniMax-M2: the first numbers of a head rotate.
+  'part': ('F', dict(rope_fraction=0.5, qk_norm='head', attention_bias=True)),
+  'part_all': ('F', dict(rope_fraction=0.5, qk_norm='all')),
   'local': ('W', dict(rope_local_theta=5.0)),
   'both_sides': ('F', dict(visibility='full', sinks=True)),
   'blocks': ('N', dict(visibility='block', block=3)),
@@ -118,13 +121,13 @@ def reference(config, kind, w, x, segments, positions):
   def turn(y):
     if kind == 'N' or config.position != 'rope':
       return y
-    out = np.empty_like(y)
-    for t, i in np.ndindex(T, H // 2):
-      a = positions[t] * theta ** (-2 * i / H)
-      z = (y[t, :, i] + 1j * y[t, :, i + H // 2]) * complex(
+    out, width = y.copy(), round(H * config.rope_fraction)
+    for t, i in np.ndindex(T, width // 2):
+      a = positions[t] * theta ** (-2 * i / width)
+      z = (y[t, :, i] + 1j * y[t, :, i + width // 2]) * complex(
         math.cos(a), math.sin(a)
       )
-      out[t, :, i], out[t, :, i + H // 2] = z.real, z.imag
+      out[t, :, i], out[t, :, i + width // 2] = z.real, z.imag
     return out
 
   q, k = project('query'), project('key')
