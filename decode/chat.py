@@ -82,8 +82,9 @@ class Chat:
     )
     found, _ = tokens.encode_offsets(text)
     begun = text.startswith(tokens.specials)
-    found = found if begun else [tokens.bos_id(), *found]
-    return found if self._begins else found[1:]
+    if begun:
+      return found if self._begins else found[1:]
+    return [*tokens.opening(), *found] if self._begins else found
 
 
 def asked(text):

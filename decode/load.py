@@ -234,7 +234,7 @@ class Checkpoint:
       with build.use(saved):
         params = trained.merged(params, saved.model.trained.scale)
     if rotates:
-      ids = [[tokenizer.bos_id(None), *tokenizer.encode(t)] for t in texts]
+      ids = [[*tokenizer.opening(), *tokenizer.encode(t)] for t in texts]
       length = config.data.sequence_length
       params = latents.rotated(params, built, ids, length, self._say)
     return built, params, tokenizer, self._ends()

@@ -329,7 +329,7 @@ class Generator:
       if isinstance(prompt, str):
         if domain is not None:
           self.require_domain(domain)
-        first = [self.tokenizer.bos_id(domain)] if self.begins else []
+        first = self.tokenizer.opening(domain) if self.begins else []
         prompt = [*first, *self.tokenizer.encode(prompt)]
       if 0 <= (mask := self._model.config.mask_id) and mask in prompt:
         raise errors.UserError(

@@ -74,7 +74,7 @@ def rows(tokenizer, path, held, tokens, length):
     if count >= tokens:
       break
     ids = tokenizer.encode(text)[: LONGEST * length]
-    taken.append([tokenizer.bos_id(None), *ids])
+    taken.append([*tokenizer.opening(), *ids])
     count += len(taken[-1])
   return distill.rows_of(taken, length)[: max(tokens // length, 1)]
 

@@ -207,7 +207,8 @@ def _write_tokenizer(folder, config, about, say):
   (folder / files_lib.TOKENIZER).write_text(tokenizer.text, encoding='utf-8')
   written: dict[str, Any] = dict(tokenizer_class='PreTrainedTokenizerFast')
   bos, first = _bos(tokenizer, about), tokenizer.first
-  if (bos := bos if first is None else first) in tokenizer.special_ids:
+  bos = bos if first is None else first
+  if bos in tokenizer.special_ids and not tokenizer.prefix:
     written['bos_token'] = tokenizer.name_of(bos)
   ends = tokenizer.last, *about['ends'], *loop.end_ids(tokenizer)
   if named := [i for i in ends if i in tokenizer.special_ids]:

@@ -72,8 +72,8 @@ class Requests:
       self.scorer = command.scorer(
         opened, overrides, mesh, int(max_length), int(size)
       )
-    self._bos = self.scorer.tokenizer.bos_id(None)
-    self._first = [self._bos] if add_bos_token else []
+    self._opening = self.scorer.tokenizer.opening()
+    self._first = self._opening if add_bos_token else []
 
   @property
   def tokenizer_name(self):
@@ -91,7 +91,7 @@ class Requests:
     """[log p of the whole text]."""
     del disable_tqdm
     texts = [request.args[0] for request in requests]
-    return [nats for nats, _ in self.scorer.rolling(texts, self._bos)]
+    return [nats for nats, _ in self.scorer.rolling(texts, self._opening)]
 
   def generate_until(self, requests, disable_tqdm=False):
     """[greedy text up to the first of the texts that end it]."""
@@ -102,7 +102,7 @@ class Requests:
     for (new, stop), members in kinds.items():
       tokenizer = self.scorer.tokenizer
       ids = [[*self._first, *tokenizer.encode(text)] for _, text in members]
-      ids = [row or [self._bos] for row in ids]
+      ids = [row or self._opening for row in ids]
       texts, cut = self.scorer.texts(ids, new, stop)
       self._say_cut(cut, len(ids))
       for (i, _), text in zip(members, texts, strict=True):

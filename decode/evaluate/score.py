@@ -91,30 +91,31 @@ class Scorer:
     whose ids are those that it adds to the ids of the context.
 
     Args:
-      first: [] or the id in front of every context, of the token that begins a
-        document; one without a token gets it in any case.
+      first: [] or the ids in front of every context, that begin a document;
+        one without a token gets them in any case.
     """
     encode, pairs = self.tokenizer.encode, []
     for context, continuation in texts:
       head = encode(context.rstrip())
       whole = encode(context + continuation)
       head, rest = [*first, *head], whole[len(head) :]
-      pairs.append((head or [self.tokenizer.bos_id()], rest))
+      pairs.append((head or self.tokenizer.opening(), rest))
     return self.scores(pairs, names)
 
   def rolling(self, texts, first):
     """[(nats, tokens)] of documents, every token predicted once.
 
     Disjoint windows, as lm-eval's loglikelihood_rolling: each continues the one
-    token before it, the first one the id `first`, with the next `length`; the
-    last one, if it is shorter, as many tokens more as a row has room for.
+    token before it, the first one the ids `first`, with as many as the row has
+    room for; the last one, if it is shorter, as many tokens more.
     """
     pairs, owner = [], []
+    room = max(self.length + 1 - len(first), 1)  # of the first window
     for i, text in enumerate(texts):
       ids = self.tokenizer.encode(text)
-      for a in range(0, len(ids), self.length):
-        end = min(a + self.length, len(ids))
-        before = ids[end - self.length - 1 : a] if a else [first]
+      for a in [0, *range(room, len(ids), self.length)] if ids else ():
+        end = min(a + self.length if a else room, len(ids))
+        before = ids[max(end - self.length - 1, 0) : a] if a else first
         pairs.append((before, ids[a:end]))
         owner.append(i)
     sums = [(0.0, 0)] * len(texts)

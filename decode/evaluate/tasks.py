@@ -150,9 +150,9 @@ def run(task: Task, scorer, domain=None, new=64, stop=('\n',)) -> Result:
       document; None: unknown.
     new: the most tokens of an exact match; stop: texts that end it.
   """
-  first = [scorer.tokenizer.bos_id(domain)]
+  first = scorer.tokenizer.opening(domain)
   if task.kind == 'text':
-    return _text(task, scorer, first[0])
+    return _text(task, scorer, first)
   if task.kind == 'choice':
     return _choice(task, scorer, first)
   return _match(task, scorer, first, new, stop)

@@ -1,11 +1,12 @@
 """Special tokens of a vocabulary: which begins a document, which ends it.
 
 Which beginning-of-document token: `<|domain|>` if the vocabulary has it; else
-the one that tokenizer_config.json beside it says to add (tokenizer.py:
-`stated`, `keep`); else the vocabulary's general one (`<|bos|>`, `<s>`, ...);
-else, in a vocabulary of ours that has only domain tokens (`<|end|>` tells it;
-the shipped one), the first domain in sorted order. So text of an unknown domain
-is trained and prompted with the same token.
+the one that tokenizer_config.json beside it says to add, or several, where
+weights of others were trained with them (tokenizer.py: `stated`, `keep`); else
+the vocabulary's general one (`<|bos|>`, `<s>`, ...); else, in a vocabulary of
+ours that has only domain tokens (`<|end|>` tells it; the shipped one), the
+first domain in sorted order. So text of an unknown domain is trained and
+prompted with the same token.
 
 Which end-of-document token: the end_token of tokenizer_config.json, by which
 weights of others keep what their files call so; else the one with a known name
@@ -35,12 +36,14 @@ class Special:
   Attributes:
     left_out: texts of special tokens that have no id here.
     first: id that a document of no domain begins with, where files state it.
+    prefix: ids that it begins with, where weights of others have several.
     last: id that a document ends with, where files state it, of weights or
       because none of the known names is there.
   """
 
   left_out: tuple[str, ...] = ()
   first: int | None = None
+  prefix: tuple[int, ...] = ()
   last: int | None = None
 
   name: str
@@ -70,10 +73,18 @@ class Special:
     """Id of the token that is for padding alone; None: there is none."""
     return next((self._special[t] for t in _PAD if t in self._special), None)
 
+  def opening(self, domain=None) -> list[int]:
+    """Ids that a document of `domain` (None: unknown) starts with."""
+    if self.prefix and domain not in self.domains:
+      return [*self.prefix]
+    return [self.bos_id(domain)]
+
   def bos_id(self, domain=None):
-    """Id of the token a document of `domain` (None: unknown) starts with."""
+    """Id of the first token of a document of `domain` (None: unknown)."""
     if domain in self.domains:
       return self._special[f'<|{domain}|>']
+    if self.prefix:
+      return self.prefix[0]
     if self.first is not None:
       return self.first
     if self.domains and _OURS in self._special and not self._begins:

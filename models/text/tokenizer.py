@@ -2,10 +2,11 @@
 
 Of files of ids without their tokenizer, `Ids` takes them as they are.
 
-A document is trained on as [bos(domain)] + encode(text) + [end]; a prompt as
-[bos(domain)] + encode(text), if the model ever reads the first (decode/loop.py:
-`Generator`). Special tokens are only ever added by id: a document that contains
-the characters '<|end|>' gets their ordinary encoding.
+A document is trained on as opening(domain) + encode(text) + [end]; a prompt as
+opening(domain) + encode(text), if the model ever reads the first
+(decode/loop.py: `Generator`). The opening is nearly always one token. Special
+tokens are only ever added by id: a document that contains the characters
+'<|end|>' gets their ordinary encoding.
 
 Which tokens these are: special.py.
 
@@ -32,6 +33,7 @@ STATED = 'tokenizer_config.json'  # of Hugging Face, beside a tokenizer.json
 # Beside what it has there, in a folder of weights or of a run of them: text of
 # the token that a document ends with, whatever others are called.
 END_TOKEN = 'end_token'
+BEGINS_WITH = 'begins_with'  # texts of the tokens of a beginning of several
 IDS_BELOW = 'ids_below'  # rows of the embedding: special ids above are left out
 SHIPPED = {'bpe2048': 'bpe2048.json'}
 _BYTE_TOKEN = re.compile(r'<0x([0-9A-F]{2})>')
@@ -116,9 +118,12 @@ def keep(text, file, bos=(), adds=None, eos=(), rows=None) -> tuple[str, ...]:
   """
   put(file, text)
   made, beside = Tokenizer(file, config={}), file.with_name(STATED)
-  words: dict[str, str | bool | int] = {}
-  if (found := made.begins_with(bos, adds)) is not None:
-    words = dict(bos_token=made.name_of(found), add_bos_token=True)
+  words: dict[str, str | bool | int | list[str]] = {}
+  begin = [made.name_of(i) for i in made.begins_with(bos, adds)]
+  if len(begin) == 1:
+    words = dict(bos_token=begin[0], add_bos_token=True)
+  elif begin:
+    words = {BEGINS_WITH: begin}
   if (found := made.ends_with(eos)) is not None:
     words['eos_token'] = made.name_of(found)
   elif (found := made.first_special(eos)) not in (None, made.known_end):
@@ -140,7 +145,7 @@ def keep(text, file, bos=(), adds=None, eos=(), rows=None) -> tuple[str, ...]:
 def _ends_of(made):
   """Ids that a document begins and ends with; None: it has none."""
   out = []
-  for find in (made.bos_id, lambda: made.end_id):
+  for find in (made.opening, lambda: made.end_id):
     try:
       out.append(find())
     except errors.UserError:
@@ -277,21 +282,35 @@ class Tokenizer(special.Special):
     self._byte_level = '"ByteLevel"' in json.dumps(self._spec.get('decoder'))
     if config.get('add_bos_token') is True:
       self.first = self._special.get(stated_token(config, 'bos_token'))
+    begin = config.get(BEGINS_WITH)
+    if isinstance(begin, list) and {*begin} <= {*self._special}:
+      self.prefix = tuple(self._special[text] for text in begin)
     self.last = self.first_special([stated_token(config, END_TOKEN)])
     if self.last is None:
       self.last = self.ends_with([stated_token(config, 'eos_token')])
 
-  def begins_with(self, bos=(), adds=None) -> int | None:
-    """The id of bos, if documents begin with it. Arguments as of `keep`.
+  def begins_with(self, bos=(), adds=None) -> list[int]:
+    """Ids that documents begin with, if files say so. Arguments as of `keep`.
 
-    Not every model that names one was trained with it: where no file says so,
-    a token that is called as beginnings are goes first.
+    What the tokenizer.json itself puts in front of a text is that, but for one
+    token where another file names it. Not every model that names a beginning
+    was trained with it: where no file says so, a token that is called as
+    beginnings are goes first.
     """
-    if (bos := self.first_special(bos)) is None:
-      return None
-    if adds is None:
-      adds = self._tokenizer.encode('a').ids[:1] == [bos]
-    return bos if adds or not self._begins else None
+    bos, front = self.first_special(bos), self._in_front()
+    named = adds and bos is not None and not front[1:]
+    if front and adds is not False and not named:
+      return front
+    return [] if bos is None or (self._begins and not adds) else [bos]
+
+  def _in_front(self) -> list[int]:
+    """Special tokens that the file puts in front of every text."""
+    encode = self._tokenizer.encode
+    text = encode('a', add_special_tokens=False).ids
+    ids = encode('a').ids
+    starts = (i for i in range(len(ids)) if ids[i : i + len(text)] == text)
+    front = ids[: next(starts, 0)]
+    return front if all(i in self.special_ids for i in front) else []
 
   def ends_with(self, eos) -> int | None:
     """The id of eos, if documents end with it: no known name is there."""

@@ -65,7 +65,7 @@ def _encoded(rows, tokenizer):
   if rows[0].turns is None:
     encoded = tokenizer.encode_batch([row.text for row in rows])
     for row, ids in zip(rows, encoded, strict=True):
-      ids = [tokenizer.bos_id(row.domain), *ids, tokenizer.end_id]
+      ids = [*tokenizer.opening(row.domain), *ids, tokenizer.end_id]
       yield row, ids, None, len(row.text.encode())
     return
   for row in rows:
@@ -83,10 +83,9 @@ def _conversation(row, tokenizer):
     empty = (first == last) & (first >= start) & (first < stop)
     mask[inside | empty] = 1
   if begin:
-    ids, mask = (
-      [tokenizer.bos_id(row.domain), *ids],
-      np.append(np.uint8(0), mask),
-    )
+    first = tokenizer.opening(row.domain)
+    ids = [*first, *ids]
+    mask = np.pad(mask, (len(first), 0))
   if end:
     ids, mask = [*ids, tokenizer.end_id], np.append(mask, np.uint8(ends))
   return ids, mask, sum(len(row.text[a:b].encode()) for a, b in spans)

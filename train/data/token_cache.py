@@ -249,6 +249,8 @@ def _fingerprint(sources, tokenizer, data, options):
   digest.update(tokenizer.fingerprint.encode())
   if tokenizer.first is not None:
     digest.update(f'|first={tokenizer.first}'.encode())
+  if tokenizer.prefix:
+    digest.update(f'|prefix={tokenizer.prefix}'.encode())
   if tokenizer.last is not None:
     digest.update(f'|last={tokenizer.last}'.encode())
   if data.text_key != schema.Data().text_key:

@@ -90,7 +90,7 @@ def test_requests(model, capsys):
   assert '1 of 4 requests are longer than 32' in capsys.readouterr().err
   texts = [row['text'] for row in ROWS['text']]
   found = model.loglikelihood_rolling(asked(*[(text,) for text in texts]))
-  sums = model.scorer.rolling(texts, 258)
+  sums = model.scorer.rolling(texts, [258])
   assert found == [nats for nats, _ in sums] and [n for _, n in sums] == [60, 4]
   found = model.generate_until(
     asked(

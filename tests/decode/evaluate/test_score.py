@@ -197,7 +197,7 @@ def test_documents_are_cut_into_windows():
   made = on('data=1', params, SIZES, length=16)
   text = TEXTS[1] + TEXTS[2]
   ids = list(text.encode())
-  ((nats, tokens), (short, few)) = made.rolling([text, 'ab'], 258)
+  ((nats, tokens), (short, few)) = made.rolling([text, 'ab'], [258])
   total = 0.0
   for a in range(0, len(ids), 16):
     before = {0: [258], 16: ids[15:16], 32: ids[29:32]}[a]

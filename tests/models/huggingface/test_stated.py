@@ -19,10 +19,14 @@ from paraxis.configs import schema
 from paraxis.decode import chat
 from paraxis.decode import load
 from paraxis.decode import loop
+from paraxis.decode.evaluate import score
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source
 from paraxis.models.text import chat as templates
 from paraxis.models.text import tokenizer
+from paraxis.train import exchange
+from paraxis.train.data import pieces
+from paraxis.train.data import rows
 from paraxis.train.run import origin
 
 ROWS, WIDTH = 8, 8
@@ -251,3 +255,47 @@ def test_layers_that_predict_later_tokens(tmp_path):
   more['model.layers.2.eh_proj.weight'] = np.ones(2, 'f4')
   with support.refused('has, unused, 1', 'layers.2.eh_proj'):
     source.Source(folder(tmp_path, text, count, more=more))
+
+
+def test_a_text_of_glm_begins_with_two_tokens(tmp_path):
+  """No file names them but the post-processor of tokenizer.json."""
+  names = ['<|endoftext|>', '[gMASK]', '<sop>', '<|user|>']
+  text, said = spelled(names, names[1:3]), dict(eos_token=names[0])
+  made = kept(folder(tmp_path, text, dict(eos_token_id=[2, 5]), said))
+  assert made.opening() == [3, 4] and made.opening('user') == [5]
+  row = rows.Row('code', '1', 'train', 'a')
+  pieces_of = pieces._encoded([row], made)
+  assert [ids for _, ids, _, _ in pieces_of] == [[3, 4, 1, 2]]
+  assert chat.Chat(made, 'a').ids([]) == [3, 4, 1]
+  assert not chat.Chat(made, 'a', begins=False).ids([])[1:]
+  with load.Weights(tmp_path, quiet) as weights:
+    config = schema.view(weights.config())
+    found = weights.generator(config)
+    assert found._encode(['aa a'], [None])[0][:3] == [3, 4, 0]
+    scorer = score.Scorer(weights.parts(config), config.decode, 4, say=quiet)
+  asked = []
+  scorer.scores = lambda pairs: (
+    asked.extend(pairs) or [score.Score(1.0, len(b), True, 0) for _, b in pairs]
+  )
+  scorer.rolling(['a'], made.opening())
+  assert asked == [([3, 4], [1])]
+  asked.clear()
+  scorer.tokenizer.encode = lambda text: list(range(9))
+  scorer.rolling([''], made.opening())
+  assert asked == [
+    ([3, 4], [0, 1, 2]), ([2], [3, 4, 5, 6]), ([4, 5, 6], [7, 8]),
+  ]  # fmt: skip
+  # Where a file says that nothing is added, it is not.
+  folder(tmp_path, text, None, said | dict(add_bos_token=False))
+  assert kept(tmp_path).opening() == [2]
+  # An export has the post-processor, and a word of another would change it.
+  folder(tmp_path, text, None, said | dict(bos_token=names[0]))
+  assert kept(tmp_path).prefix == (3, 4)
+  file = str(tmp_path / 'run' / 'tokenizer.json')
+  config = schema.with_value(schema.Config(), 'data.tokenizer', file)
+  about = dict(bos=None, ends=[2], template='')
+  exchange._write_tokenizer(tmp_path, config, about, quiet)
+  written = json.loads((tmp_path / 'tokenizer_config.json').read_text())
+  assert written['eos_token'] == names[0]
+  assert not {'bos_token', 'add_bos_token'} & {*written}
+  assert kept(tmp_path).prefix == (3, 4)
