@@ -109,8 +109,22 @@ def _truncated(rope):
   return rope
 
 
-def _per_kind(theta, local):
-  """Rotary parameters that layers with a window have of their own."""
+def _older(full, other, names):
+  """Fields before transformers 5 that say the same; names: those there are."""
+  table = rows.older_too(full)
+  table |= {LOCAL_BASE: other.get('rope_theta')}
+  return {name: table[name] for name in names if table.get(name) is not None}
+
+
+LOCAL_BASE = 'rope_local_base_freq'
+OLDER = rows.OLD_BASE, rows.OLD_ROPE
+
+
+def _per_kind(theta, local, older=()):
+  """Rotary parameters that layers with a window have of their own.
+
+  older: names of fields before transformers 5, which are written beside them.
+  """
 
   def read(config):
     rope = config.inside('rope_parameters')
@@ -128,6 +142,11 @@ def _per_kind(theta, local):
       for table in (rope, full):
         _truncated(table)
       other = full if other is None else other
+      same = dict(rope_type='default') | full.config
+      same = _older(same, other.config, older)
+      for name in older:
+        if config.given(name) not in (None, same.get(name)):
+          config.refuse(name, 'and rope_parameters are there, and differ')
       out = rows.scaling(config, full, theta)
       found = rows.scaling(config, other, local if nested else theta)
       if other.config == full.config:
@@ -142,9 +161,12 @@ def _per_kind(theta, local):
     full = rows.written_rope(model)
     base = model.rope_local_theta
     other = dict(rope_type='default', rope_theta=base) if base else full
-    return {
-      'rope_parameters': dict(full_attention=full, sliding_attention=other)
-    } | rows.written_length(model)
+    both = dict(full_attention=full, sliding_attention=other)
+    return (
+      {'rope_parameters': both}
+      | _older(full, other, older)
+      | rows.written_length(model)
+    )
 
   return Computed(read, write)
 
@@ -197,7 +219,8 @@ FAMILIES = {
   'gemma3_text': family(
     'Gemma3ForCausalLM',
     llama(
-      tied=True, act='hidden_activation', rotary=_per_kind(1e6, 1e4)
+      tied=True, act='hidden_activation',
+      rotary=_per_kind(1e6, 1e4, (*OLDER, LOCAL_BASE)),
     ),
     Ours({'norm_zero_centered': True, 'qk_norm': 'head'}), GEMMA_SCALE,
     Fixed('use_bidirectional_attention', False), NO_BIAS, SANDWICH,
@@ -216,7 +239,7 @@ FAMILIES = {
     Ours({'qk_norm': 'all'}),
   ),
   'olmo3': family(
-    'Olmo3ForCausalLM', llama(epsilon=1e-5, rotary=_per_kind(5e5, 5e5)), BIAS,
-    POST, Ours({'qk_norm': 'all'}), kin.layers(kin.periodic('WWWF')),
+    'Olmo3ForCausalLM', llama(epsilon=1e-5, rotary=_per_kind(5e5, 5e5, OLDER)),
+    BIAS, POST, Ours({'qk_norm': 'all'}), kin.layers(kin.periodic('WWWF')),
   ),
 }  # fmt: skip

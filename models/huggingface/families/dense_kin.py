@@ -52,10 +52,10 @@ def fraction(default, older=()):
     return out
 
   def write(model):
-    rope = rows.written_rope(model)
-    return {
-      'rope_parameters': rope | {'partial_rotary_factor': model.rope_fraction}
-    }
+    part, name = model.rope_fraction, 'partial_rotary_factor'
+    out = rows.older_too(rows.written_rope(model) | {name: part})
+    del out[rows.OLD_BASE]  # by its own name in another row
+    return out | dict.fromkeys(older or (name,), part)
 
   return rows.Fraction(read, write)
 

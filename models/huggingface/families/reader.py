@@ -163,6 +163,10 @@ class Reader:
         self._inside[name].partial = self.partial
     return self._inside[name]
 
+  def pass_over(self, name):
+    """An object within says what another does, which is read."""
+    self._inside[name] = None
+
   def refuse(self, name, why, *value) -> Any:
     """UserError that names a field and its value; value: a part of it."""
     found = value[0] if value else self.config.get(name)

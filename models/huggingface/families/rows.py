@@ -165,13 +165,23 @@ def rope(theta=1e4, base='', **options):
       config, config(base, theta, 1) if base else theta, **options
     ),
     lambda model: (
-      {'rope_parameters': written_rope(model, **options)}
+      older_too(written_rope(model, **options), base or OLD_BASE)
       | written_length(model)
     ),
   )
 
 
-OLD_ROPE = 'rope_scaling'
+OLD_ROPE, OLD_BASE = 'rope_scaling', 'rope_theta'
+
+
+def older_too(rope, base=OLD_BASE):
+  """Fields of a config.json with these rotary parameters, the older ones too.
+
+  transformers 4 and what was written beside it know no rope_parameters, and
+  would rotate by defaults without a word. base: their name of the base.
+  """
+  scaled = {OLD_ROPE: rope} if rope['rope_type'] != 'default' else {}
+  return {'rope_parameters': rope, base: rope.get('rope_theta')} | scaled
 
 
 def given_rope(config, name='rope_parameters'):
@@ -180,7 +190,9 @@ def given_rope(config, name='rope_parameters'):
   if old is not None and old.config:
     if found is not None and found.config != old.config:
       config.refuse(OLD_ROPE, f'and {name} are both there, and differ')
-    return old
+    if found is None:
+      return old
+    config.pass_over(OLD_ROPE)
   empty = reader_lib.Reader({}, f'{config.path}: {name}')
   return empty if found is None else found
 

@@ -284,3 +284,37 @@ def test_families_and_mixers_are_all_there():
   for name, family in known.FAMILIES.items():
     assert isinstance(family, kin.Family), name
   assert set(layer.MIXERS) == set(mixers.TABLE)
+
+
+THETA = dict(rope_theta=5e5)
+
+
+@pytest.mark.parametrize(
+  'name, change',
+  [
+    ('llama', THETA | LLAMA3),
+    ('gpt_neox', THETA),
+    ('stablelm', THETA | LINEAR),
+    ('phi3', THETA),
+    ('glm4_moe', THETA | YARN | dict(rope_fraction=0.5)),
+    ('gemma3_text', THETA | LINEAR | dict(rope_local_theta=1e3)),
+    ('olmo3', THETA | LLAMA3 | dict(rope_local_theta=5e5)),
+    ('deepseek_v3', THETA),
+  ],
+)
+def test_readers_of_older_fields_rotate_alike(name, change):
+  """transformers 4 knows no rope_parameters, and says nothing of them."""
+  config = hf_families.read_golden(name)['config']
+  model = dataclasses.replace(config_lib.to_model(config), **change)
+  written = config_lib.from_model(model, config['model_type'])
+  old = {k: x for k, x in written.items() if k != 'rope_parameters'}
+  same = config_lib.canonical
+  assert same(config_lib.to_model(old)) == same(model)
+
+
+def test_older_fields_that_say_another_rotation():
+  config = hf_families.read_golden('gemma3_text')['config']
+  config = config_lib.from_model(config_lib.to_model(config), 'gemma3_text')
+  for name in ('rope_theta', 'rope_local_base_freq'):
+    with support.refused(f'{name}=7.0 and rope_parameters are there'):
+      config_lib.to_model(config | {name: 7.0})
