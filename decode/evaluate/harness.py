@@ -27,7 +27,7 @@ from paraxis.decode.evaluate import command
 NEW = 256  # tokens that lm-eval's models make where a task names no number
 _LENGTHS = ('max_gen_toks', 'max_new_tokens', 'max_tokens')
 # Of generate_until, what greedy decoding does whatever their value.
-_IGNORED = ('do_sample', 'temperature', 'top_p', 'top_k', 'min_p', 'num_beams')
+_IGNORED = ('do_sample', 'temperature', 'top_p', 'top_k', 'min_p')
 
 
 class Requests:
@@ -125,10 +125,14 @@ def _generation(options):
   until = (until,) if isinstance(until, str) else until
   lengths = [options.pop(name, None) for name in _LENGTHS]
   new = next(filter(None, lengths), NEW)
-  if options.get('do_sample') or set(options) - set(_IGNORED):
+  # As lm-eval has it, a temperature alone asks for samples.
+  warm = options.get('do_sample') is None and options.get('temperature')
+  beams = options.get('num_beams') not in (None, 1)
+  rest = set(options) - {*_IGNORED, 'num_beams'}
+  if options.get('do_sample') or warm or beams or rest:
     raise errors.UserError(
       f'lm-eval: generate_until with {options}: only greedy decoding '
-      f'(do_sample=False) with until and {_LENGTHS[0]}.'
+      f'(do_sample=False, num_beams=1) with until and {_LENGTHS[0]}.'
     )
   return int(new), tuple(filter(None, until))
 

@@ -122,8 +122,17 @@ def test_a_context_may_begin_without_bos(workdir, model):
 
 
 def test_what_is_refused(workdir, model):
-  with support.refused('generate_until', 'do_sample'):
-    model.generate_until(asked(('a', dict(do_sample=True))))
+  for options in (
+    dict(do_sample=True), dict(temperature=0.7), dict(num_beams=10),
+    dict(do_sample=False, num_beams=4),
+  ):  # fmt: skip
+    with support.refused('generate_until', f'{options}'):
+      model.generate_until(asked(('a', options)))
+  for options in (
+    dict(do_sample=False, temperature=0.7, top_p=0.9), dict(num_beams=1),
+    dict(num_beams=None, temperature=0), dict(do_sample=None),
+  ):  # fmt: skip
+    assert harness._generation(options) == (harness.NEW, ())
   with support.refused('generate_until', 'beams'):
     model.generate_until(asked(('a', dict(beams=3))))
   with support.refused('model_args', 'peft'):
