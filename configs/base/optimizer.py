@@ -76,3 +76,9 @@ class Optimizer:
     low=0.0,
     high=0.999999,
   )
+
+  @property
+  def follows_steps(self):
+    """Whether steps depend on train.steps, the length of the run: by their rate
+    (train/updates/optimizers.py), or by the averages of ademamix."""
+    return self.schedule != 'constant' or self.name == 'ademamix'

@@ -32,7 +32,7 @@ IMPORTED = 'imported'  # in a checkpoint's meta: parameters of another program
 # holds every field, also those that nobody set.
 FORMER = {'model.experts.balance_scope': 'microbatch'}
 # Fields that a resumed run may change: none changes the trajectory, except that
-# train.steps stretches the schedule, and that replicas which step alone begin
+# train.steps may stretch the schedule, and that replicas that step alone begin
 # with the mean of as many as there were; both are reported. Those of PATHS draw
 # the stages that a microbatch leaves out, if any (sharding/pipeline/paths.py).
 FREE = (
@@ -370,7 +370,7 @@ def compare(where, old, new, say=lambda line: None, laid_out=True):
     if not free or name in drawn:
       hard.append(text)
       shaped += [] if keeps_shapes(name, was, now) else [name]
-    elif name == 'train.steps':
+    elif name == 'train.steps' and new.optimizer.follows_steps:
       say(f'config: {text}; the schedule is stretched')
     else:
       say(f'config: {text}')

@@ -103,6 +103,27 @@ def test_free_fields_are_said(tmp_path, name):
   assert f', is now {FREE[name]!r}' in said[0]
 
 
+@pytest.mark.parametrize(
+  'name, schedule, stretched',
+  [
+    ('adamw', 'cosine', True),
+    ('muon', 'wsd', True),
+    ('adamw', 'constant', False),
+    ('ademamix', 'constant', True),
+  ],
+)
+def test_a_schedule_is_stretched_where_rates_follow_it(
+  tmp_path, name, schedule, stretched
+):
+  own = {'optimizer.name': name, 'optimizer.schedule': schedule}
+  old = experiment.fields(schema.Config(), own | {'train.steps': 8})
+  workdir.write_config(tmp_path, old)
+  longer, said = experiment.fields(old, {'train.steps': 9}), []
+  workdir.check_config(tmp_path, longer, said.append)
+  tail = '; the schedule is stretched' * stretched
+  assert said == [f'config: train.steps was 8, is now 9{tail}']
+
+
 @pytest.mark.parametrize('name', HARD)
 @pytest.mark.invariant(11)
 def test_hard_fields_are_refused(tmp_path, name):
