@@ -20,6 +20,7 @@ from paraxis.configs.base import mixers
 from paraxis.decode import chat as chat_lib
 from paraxis.decode import latents
 from paraxis.decode import loop
+from paraxis.decode import weights
 from paraxis.models import build
 from paraxis.models import layer
 from paraxis.models import register
@@ -230,6 +231,8 @@ class Checkpoint:
       saved = built_for(source, mesh_text, devices)
     params, what = self._read(saved.params, tokenizer)
     self._say(f'{what}, on {mesh_lib.describe(dict(built.mesh.shape))}')
+    if note := weights.stays(built.model, built.params, config.decode):
+      self._say(note)
     if run.train.lora.rank:
       with build.use(saved):
         params = trained.merged(params, saved.model.trained.scale)

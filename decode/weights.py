@@ -72,6 +72,33 @@ def _storage(model, params, config):
   return out
 
 
+def stays(model, params, config):
+  """One line on the matrices that int4 leaves as they were loaded.
+
+  Args:
+    model, config: as for `prepare`. params: {path: array, or its shape}.
+
+  Returns:
+    '' if there are none, and where `prepare` refuses because all would stay.
+  """
+  if config.weights != 'int4':
+    return ''
+  least, inputs = quantized.GROUPS[0], dict(_matrices(model, params))
+  left = {p: f'{n} inputs' for p, n in inputs.items() if n % least}
+  if len(left) == len(inputs):
+    return ''
+  kinds = model.kinds.items()
+  every = [p for p, k in kinds if p.startswith('layers/') and k == 'matrix']
+  left |= {p: 'of experts' for p in every if p not in inputs}
+  if not left:
+    return ''
+  return (
+    f'decode.weights=int4: {len(left)} of {len(every)} matrices of layers stay '
+    f'as loaded, of experts or with inputs that {least} does not divide: '
+    + ', '.join(f'{p} ({why})' for p, why in sorted(left.items()))
+  )
+
+
 def check_kept(config, asked):
   """UserError if a call asks for other weights than were laid out.
 

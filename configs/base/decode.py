@@ -202,8 +202,9 @@ class Decode:
   weights: str = field(
     'loaded',
     'matrices of layers. loaded: in model.dtype; int4: rounded to 4 bits, '
-    '-7 .. 7 of a scale, but for experts: an eighth of float32 and the scales; '
-    'on CPU and on meshes that saves memory, not time',
+    '-7 .. 7 of a scale, an eighth of float32 and the scales, but for experts '
+    'and matrices with inputs that 32 does not divide (a line names them); on '
+    'CPU and on meshes that saves memory, not time',
     ('loaded', 'int4'),
   )
   weight_group: int = field(

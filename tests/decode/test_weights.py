@@ -16,6 +16,7 @@ import support
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.decode import __main__ as command
+from paraxis.decode import load
 from paraxis.decode import loop
 from paraxis.decode import step
 from paraxis.decode import weights
@@ -23,6 +24,7 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models.text import tokenizer
 from paraxis.sharding.tensor import int4
+from paraxis.train.claims import experiment
 
 TINY = dict(
   vocab_size=264, d_model=64, num_layers=2, num_heads=4, d_ff=128,
@@ -277,6 +279,38 @@ def test_one_line_each(model, mesh, decode, words):
   config = schema.Decode(weights='int4', **decode)
   with support.refused(*words):
     loop.Generator(built, params, tokenizer.Bytes(), config)
+
+
+@pytest.mark.parametrize(
+  'model, words',
+  [
+    (dict(d_ff=40), '1 of 7 matrices .*: layers/mlp/down .40 inputs.$'),
+    (MODELS['experts beside an mlp'],
+     '4 of .* matrices .*: layers/moe/down .of experts., [^0-9]*$'),
+    (dict(), ''),
+    (dict(d_model=40, num_heads=2, head_dim=20, d_ff=40), ''),  # refused
+  ],
+)  # fmt: skip
+def test_what_stays_is_said(model, words):
+  built, params = made(**model)
+  said = weights.stays(built.model, params, schema.Decode(weights='int4'))
+  assert re.search(words, said) and bool(said) == bool(words), said
+  assert not weights.stays(built.model, params, schema.Decode())
+
+
+def test_a_run_says_what_stays(tmp_path):
+  config = schema.view({'model': TINY | dict(vocab_size=2048, d_ff=40)})
+  built = build.build(config, 'data=1', devices=jax.devices()[:1])
+  params = module_cases.parameters(built.model, 0.3)
+  saved = {p: jnp.asarray(x) for p, x in params.items()}
+  run, said = support.save_run(tmp_path / 'run', config, built, saved), []
+  with load.Checkpoint(run, say=said.append) as checkpoint:
+    for kept in ('loaded', 'int4'):
+      asked = {'decode.weights': kept}
+      given = schema.view(checkpoint.config())
+      checkpoint.parts(experiment.fields(given, asked), 'data=8')
+  assert len([line for line in said if 'stay as loaded' in line]) == 1
+  assert 'layers/mlp/down (40 inputs)' in said[-1]
 
 
 def test_laid_out_once():
