@@ -54,7 +54,8 @@ class Data:
   )
   held_out_fraction: float = field(
     0.1,
-    'share of documents held out if the data names no split',
+    "share of a domain's bytes, in whole documents, held out if the data names "
+    'no split',
     low=0.0,
     high=0.9,
   )
