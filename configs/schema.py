@@ -69,7 +69,7 @@ class Mesh:
   context_order: str = field(
     'auto',
     'token order over context shards; auto: contiguous if every layer has a '
-    'window, else zigzag',
+    'window, or one is a recurrence, which allows no other; else zigzag',
     ('auto', 'zigzag', 'contiguous', 'striped'),
   )
   context_inner: int = field(
