@@ -5,48 +5,34 @@ import dataclasses
 from paraxis.configs.base.field import MOST_LENGTH
 from paraxis.configs.base.field import field
 
+_LOSSLESS = 'lossless with judge=replay or rejection; typical is not'
 # Name -> (what drafts, what is held true of its text).
 METHODS = {
   'autoregressive': ('nothing, a token a call', 'the reference'),
   'prompt_lookup': (
     'the tokens that followed the last ones earlier in the text',
-    'lossless, with either judge',
+    _LOSSLESS,
   ),
-  'aggressive': (
-    'the prompt, as far as the text copies it',
-    'lossless, with either judge',
-  ),
-  'jacobi': (
-    'the draws of the call before, at each place',
-    'lossless, with either judge',
-  ),
-  'speculative': (
-    'the first draft_layers layers of the model',
-    'lossless, with either judge',
-  ),
+  'aggressive': ('the prompt, as far as the text copies it', _LOSSLESS),
+  'jacobi': ('the draws of the call before, at each place', _LOSSLESS),
+  'speculative': ('the first draft_layers layers of the model', _LOSSLESS),
   'pearl': (
     'the same layers, while the model judges',
     'lossless; judge=replay',
   ),
   'easyspec': (
     'the same layers, the mixers of draft_group of them on the same features',
-    'lossless, with either judge',
+    _LOSSLESS,
   ),
-  'medusa': (
-    'heads of decode.draft, a tree',
-    'lossless with judge=replay; typical is not',
-  ),
-  'eagle': (
-    'a layer of decode.draft that continues the features',
-    'lossless, with either judge',
-  ),
+  'medusa': ('heads of decode.draft, a tree', _LOSSLESS),
+  'eagle': ('a layer of decode.draft that continues the features', _LOSSLESS),
   'falcon': (
     'such a layer, behind an LSTM, that makes two features a pass',
-    'lossless, with either judge',
+    _LOSSLESS,
   ),
   'ppd': (
     'prompt tokens of decode.draft behind every draft, a tree',
-    'lossless with judge=replay; typical is not',
+    _LOSSLESS,
   ),
   'unmask': (
     'nothing: masks become text in any order (decode.unmask)',

@@ -15,6 +15,8 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.configs.base import decode as decode_fields
+from paraxis.decode import judges
 from paraxis.decode import loop
 from paraxis.decode import methods
 from paraxis.decode import step
@@ -361,3 +363,13 @@ def test_copies_of_a_row_have_no_layer_that_goes_on(kind, tmp_path):
 def test_features_before_a_token():
   x = jnp.arange(6.0).reshape(1, 3, 2) + 1
   assert eagle.before(x).tolist() == [[[0, 0], [1, 2], [3, 4]]]
+
+
+def test_what_is_held_true_of_a_method_is_true_of_each_judge():
+  """pearl alone takes one of them."""
+  keeps = [name for name, x in judges.JUDGES.items() if x.lossless]
+  others = [name for name, x in judges.JUDGES.items() if not x.lossless]
+  held = f'with judge={" or ".join(keeps)}; {" or ".join(others)} is not'
+  drafting = {*methods.READ_BY['drafts']} - {'pearl'}
+  for name, (_, claim) in decode_fields.METHODS.items():
+    assert (claim == f'lossless {held}') == (name in drafting), name
