@@ -111,7 +111,7 @@ class Decoder:
 
     Args:
       params: {path: array} as `init` gives them.
-      batch: models.batch.Batch (only tokens, segments and positions are read).
+      batch: models.batch.Batch; its targets and weights are not read.
 
     Returns:
       (x_BTD in config.dtype, after the final norm; aux.Aux of all layers).
