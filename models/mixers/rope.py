@@ -71,7 +71,7 @@ def _yarn(f, theta, config):
 
 
 def angles(positions_BT, f, factor, dtype):
-  """-> cos, sin (B, T, 1, H / 2) in `dtype`, computed in at least float32."""
+  """-> cos, sin (B, T, 1, H / 2) in float32, or in `dtype` if it is wider."""
   wide = jnp.promote_types(dtype, jnp.float32)
   a = positions_BT[..., None, None].astype(wide) * jnp.asarray(f, wide)
   return jnp.cos(a) * factor, jnp.sin(a) * factor
