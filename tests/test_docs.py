@@ -10,6 +10,9 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
+from paraxis.configs.base import mixers
+from paraxis.configs.base import model as model_schema
+from paraxis.models import checks
 from paraxis.train import cli
 
 PAGES = ('README.md', 'BENCHMARKS.md', 'CONTRIBUTING.md', 'SECURITY.md')
@@ -147,6 +150,19 @@ def test_the_speeds_of_the_readme_are_measured(tree):
     for number, name in zip(said, names, strict=True):
       digits = len(number.partition('.')[2])
       assert number == f'{float(found[name]):.{digits}f}', name
+
+
+def test_the_layouts_of_the_readme_are_allowed(tree):
+  text = (tree.root / 'README.md').read_text().split('\n## ')
+  (text,) = (part for part in text if part.startswith('Layouts'))
+  said = dict(re.findall(r'`([a-z_.]+)=([^`|]+)`', text))
+  order, count = said['mesh.expert_order'], int(said['model.experts.count'])
+  model = schema.Model(experts=model_schema.Experts(count=count))
+  mesh = schema.Mesh(expert_order=order)
+  assert len(checks.expert_order(mesh, model)) == count
+  parted = [k for k, x in mixers.TABLE.items() if x.shares]
+  names = ', '.join(f'`{k}`' for k in parted)
+  assert f'over these axes ({names} not over stages)' in text
 
 
 def test_the_reading_path_is_an_evening(tree):
