@@ -14,6 +14,7 @@ import re
 import runpy
 from typing import Any
 
+import jax
 from nbclient import exceptions
 import nbformat
 import pytest
@@ -155,6 +156,34 @@ def test_the_first_cell_installs_what_is_not_installed(monkeypatch, tmp_path):
   monkeypatch.setattr(importlib.metadata, 'version', version)
   runpy.run_path(str(file), dict(found=found))
   assert found
+
+
+@pytest.mark.parametrize(
+  'name, starts',
+  [
+    (
+      '01_meshes_and_layouts',
+      ('def small(', 'built = ', 'for name, meaning in rules.LOGICAL'),
+    ),
+    ('03_mixers', ('for letter, mixer in layer.MIXERS',)),
+    ('06_parallel_decoding', ('for name, (drafts, claim) in METHODS',)),
+  ],
+)
+def test_tables_are_kept_as_they_are(name, starts, tmp_path, capsys):
+  """Of cells that print what the code has, and need no training."""
+  cells = [c for c in read(name).cells if c.cell_type == 'code']
+  lines = [line for c in cells for line in c.source.splitlines()]
+  code = [x for x in lines if re.match(r'(import|from) \S', x)]
+  kept = ''
+  for start in starts:
+    (cell,) = (c for c in cells if c.source.startswith(start))
+    code.append(cell.source)
+    kept += ''.join(output.text for output in cell.outputs)
+  file = tmp_path / 'cells.py'
+  file.write_text('\n'.join(code))
+  with jax.enable_x64(True):
+    runpy.run_path(str(file))
+  assert capsys.readouterr().out == kept, 'python notebooks/keep_outputs.py'
 
 
 @pytest.fixture
