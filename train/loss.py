@@ -11,7 +11,8 @@ of shards, processes and microbatches gives the same loss and gradient.
 Two forms with the same result (model.loss). All logits at once: 6 T V D flops
 with the backward pass, and T V numbers, twice. Chunked: 8 T V D flops, never
 more than `cross_entropy.LOGITS` logits (Cut Cross-Entropy, arXiv:2411.09009),
-but T D sums of the gradient of features, read and written by every chunk. So
+but sums of the gradient of features, which every chunk of V reads and writes; a
+chunk has 1,024 words or more however large T is (cross_entropy.py, blocks). So
 chunks save memory where T V is more than one of them and V is a few times D.
 
 Legend: B rows, T tokens, D model, V vocabulary.

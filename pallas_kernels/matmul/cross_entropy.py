@@ -11,12 +11,20 @@ of z_target:
     dz_v = (g e^(z_v - lse) + h [v = target]) softcap'
     dx = dz w,  dw = dz^T x
 
-Cost: 2 T V D flops, backward 6 T V D (plainly 4: the logits are made twice);
-memory T chunk logits and T D + V D gradients, where plain autodiff holds T V
-logits and their gradient. Any device; nothing is sharded here:
+More than `BLOCK` tokens are walked in blocks too, each through the whole
+vocabulary: a chunk reads and writes what it multiplies, so chunks that became
+ever narrower with T would move T^2 V D numbers.
+
+Cost: 2 T V D flops, backward 6 T V D (plainly 4: the logits are made twice).
+Memory: B C logits, B C <= `LOGITS`, and T D + V D gradients, where plain
+autodiff holds T V logits and their gradient. Moved, of 2-byte x and w: by each
+of the V / C chunks 14 T D bytes, of features and sums of their gradient, and by
+each of the T / B blocks 14 V D bytes, of w and sums of its gradient; C is at
+least `LOGITS` / `BLOCK` = 1,024. Any device; nothing is sharded here:
 sharding/tensor/vocabulary.py joins the parts of a sharded vocabulary.
 
-Legend: T tokens, D model, V vocabulary (rows of w), C rows of a chunk.
+Legend: T tokens (of a block, in functions of one), B tokens of a block, D
+model, V vocabulary (rows of w), C rows of a chunk.
 """
 
 import functools
@@ -30,7 +38,8 @@ from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 
 OP = 'cross_entropy'
-LOGITS = 2**24  # T C that is held at once, unless C is given
+LOGITS = 2**24  # B C that is held at once, unless C is given
+BLOCK = 2**14  # most tokens that walk the vocabulary at once
 LANES = 128
 
 
@@ -58,7 +67,8 @@ def linear_cross_entropy(
     targets: (...) int, rows of w. The host must have checked them: an id
       outside finds no logit and gives nll = lse.
     softcap: z -> softcap tanh(z / softcap); 0 = off.
-    chunk: rows of w at a time, 0: as many as keep T C at 2**24 or below.
+    chunk: rows of w at a time; 0: as many as keep the logits of a block of
+      tokens at 2**24 or below, in whole lanes of 128.
     impl: 'auto' or the name of a registered implementation.
 
   Returns:
@@ -92,9 +102,20 @@ def _check(x, w_VD, targets, softcap, chunk):
     )
 
 
+def block_of(tokens):
+  """Tokens at a time: all, or whole lanes, in the fewest blocks <= `BLOCK`."""
+  if tokens <= BLOCK:
+    return tokens
+  blocks = -(-tokens // BLOCK)
+  return -(-tokens // (blocks * LANES)) * LANES
+
+
 def chunk_of(tokens, vocab):
-  """Rows of w at a time: whole lanes, T C <= `LOGITS` where they allow it."""
-  most = max(1, LOGITS // max(1, tokens) // LANES) * LANES
+  """Rows of w at a time: whole lanes, with a block's logits <= `LOGITS`.
+
+  At least 128, whatever `LOGITS`; a block of `BLOCK` tokens gets 1,024.
+  """
+  most = max(1, LOGITS // max(1, block_of(tokens)) // LANES) * LANES
   return min(vocab, most)
 
 
@@ -117,7 +138,7 @@ _parts.defvjp(_forward, _backward)
 
 
 def _walk(rows, chunk, work, carry):
-  """Folds work(first row, rows, carry) over chunks; the last may be shorter."""
+  """Folds work(first row, rows, carry) over parts; the last may be shorter."""
   whole = rows // chunk
   if whole:
     step = lambda i, carry: work(i * chunk, chunk, carry)
@@ -140,11 +161,39 @@ def _hit(targets_T, at, count):
   return targets_T[:, None] == at + jnp.arange(count)
 
 
+def _cut(arrays, at, count):
+  """Rows at .. at + count - 1 of each."""
+  return [jax.lax.dynamic_slice_in_dim(x, at, count) for x in arrays]
+
+
+def _put(whole, rows, at):
+  return jax.lax.dynamic_update_slice_in_dim(whole, rows, at, 0)
+
+
 def forward(x_TD, w_VD, targets_T, options):
   """-> (lse_T, z of the target_T); a target outside of w has logit 0.
 
   A pure function without autodiff, for parts of a vocabulary: see `backward`.
   """
+  tokens = len(x_TD)
+  if tokens <= BLOCK:
+    return _forward_block(x_TD, w_VD, targets_T, options)
+
+  def work(at, count, carry):
+    x, targets = _cut((x_TD, targets_T), at, count)
+    found = _forward_block(x, w_VD, targets, options)
+    return tuple(
+      _put(a, rows, at) for a, rows in zip(carry, found, strict=True)
+    )
+
+  wide = jnp.result_type(x_TD, w_VD, jnp.float32)
+  carry = jnp.zeros(tokens, wide), jnp.zeros(tokens, wide)
+  carry = varying.same((x_TD, *carry))[1:]
+  return _walk(tokens, block_of(tokens), work, carry)
+
+
+def _forward_block(x_TD, w_VD, targets_T, options):
+  """`forward` of one block."""
   chunk = options.chunk or chunk_of(len(x_TD), len(w_VD))
   wide = jnp.result_type(x_TD, w_VD, jnp.float32)
 
@@ -173,6 +222,31 @@ def backward(x_TD, w_VD, targets_T, lse_T, dlse_T, dpicked_T, options):
   With the lse of a whole vocabulary, w may be a part of it (and targets_T
   counted from its first row): the dx of the parts add up, dw is that of w.
   """
+  tokens = len(x_TD)
+  wide = jnp.result_type(x_TD, w_VD, jnp.float32)
+  of_tokens = x_TD, targets_T, lse_T, dlse_T, dpicked_T
+  if tokens <= BLOCK:
+    return _backward_block(of_tokens, w_VD, options)
+
+  def work(at, count, carry):
+    dx, dw = carry
+    part = _cut(of_tokens, at, count)
+    rows, dw = _backward_block(part, w_VD, options, dw)
+    return _put(dx, rows, at), dw
+
+  carry = jnp.zeros_like(x_TD), jnp.zeros(w_VD.shape, wide)
+  carry = varying.same((x_TD, *carry))[1:]
+  return _walk(tokens, block_of(tokens), work, carry)
+
+
+def _backward_block(of_tokens, w_VD, options, dw_VD=None):
+  """`backward` of one block.
+
+  Args:
+    of_tokens: x_TD, targets_T, lse_T, dlse_T, dpicked_T.
+    dw_VD: what the dw of the block is added to; None: nothing.
+  """
+  x_TD, targets_T, lse_T, dlse_T, dpicked_T = of_tokens
   chunk = options.chunk or chunk_of(len(x_TD), len(w_VD))
   wide = jnp.result_type(x_TD, w_VD, jnp.float32)
 
@@ -186,10 +260,13 @@ def backward(x_TD, w_VD, targets_T, lse_T, dlse_T, dpicked_T, options):
     dz = (dz * slope).astype(x_TD.dtype)
     dx += varying.dot('tc,cd->td', dz, w)
     rows = varying.dot('tc,td->cd', dz, x_TD)
-    return dx, jax.lax.dynamic_update_slice_in_dim(dw, rows, at, 0)
+    if dw_VD is not None:
+      rows += jax.lax.dynamic_slice_in_dim(dw, at, count)
+    return dx, _put(dw, rows, at)
 
-  carry = jnp.zeros(x_TD.shape, wide), jnp.zeros(w_VD.shape, wide)
-  carry = varying.same((x_TD, *carry))[1:]
+  dx = jnp.zeros(x_TD.shape, wide)
+  dw = jnp.zeros(w_VD.shape, wide) if dw_VD is None else dw_VD
+  carry = varying.same((x_TD, dx, dw))[1:]
   dx, dw = _walk(len(w_VD), chunk, work, carry)
   return dx.astype(x_TD.dtype), dw
 

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+from jax.extend import core
 import jax.numpy as jnp
 import kernel_cases
 import numpy as np
@@ -102,10 +103,73 @@ def test_memory_does_not_grow_with_the_vocabulary():
   assert temporary(8192, dense) >= logits
 
 
+@pytest.mark.parametrize('tokens', [130, 256, 300])  # 128 at a time
+@pytest.mark.parametrize('chunk, softcap', [(0, 1.5), (8, 0.0)])
+def test_blocks_of_tokens(monkeypatch, tokens, chunk, softcap):
+  """Whole blocks, and a shorter last one."""
+  monkeypatch.setattr(cross_entropy, 'BLOCK', 128)
+  with jax.enable_x64(True):
+    case = arrays(T=tokens)
+    options = dict(softcap=softcap, chunk=chunk)
+    found = both(op, *case, **options)
+    support.close(found, both(dense, *case, softcap=softcap))
+    monkeypatch.setattr(cross_entropy, '_put', lambda whole, rows, at: whole)
+    with pytest.raises(AssertionError):
+      support.close(both(op, *case, **options), found)
+
+
+def test_blocks_in_low_precision(monkeypatch):
+  given, *rest = arrays(T=300, dtype='f4')
+  low = [jnp.asarray(a, jnp.bfloat16) for a in given]
+  whole = both(op, low, *rest)
+  monkeypatch.setattr(cross_entropy, 'BLOCK', 128)
+  blocks = both(op, low, *rest)
+  assert [a.dtype for a in blocks] == [a.dtype for a in whole]
+  support.close(blocks[:3], whole[:3], 1e-6)  # of a token: the same sums
+  support.close(blocks[3:], whole[3:], 0.01)
+
+
+def products(jaxpr):
+  """(bytes that its products read and write, numbers in its largest array)."""
+  total = most = 0
+  for e in jaxpr.eqns:
+    trips = e.params.get('length', 1)
+    assert e.primitive.name != 'while'  # it does not say how often
+    for inner in core.jaxprs_in_params(e.params):
+      moved, size = products(inner)
+      total, most = total + trips * moved, max(most, size)
+    if e.primitive.name == 'dot_general':
+      total += sum(v.aval.size * v.aval.dtype.itemsize
+                   for v in (*e.invars, *e.outvars))  # fmt: skip
+    most = max(most, *(v.aval.size for v in e.outvars))
+  return total, most
+
+
+def counted(T, D):
+  """`products` of the loss and its gradients, V 32,768."""
+  shapes = ((T, D), 'bfloat16'), ((2**15, D), 'bfloat16'), ((T,), 'int32')
+  loss = lambda x, w, targets: op(x, w, targets)[0].sum()
+  made = jax.make_jaxpr(jax.grad(loss, (0, 1)))
+  return products(made(*(jax.ShapeDtypeStruct(*s) for s in shapes)).jaxpr)
+
+
+def test_a_token_moves_the_same_however_many_there_are(monkeypatch):
+  """Chunks do not become narrower, nor are more than 2**24 logits held."""
+  few, many = counted(2**14, 768)[0], counted(2**17, 768)[0]
+  assert many == 8 * few
+  assert counted(2**17 - 5, 768)[0] < 1.01 * many
+  assert counted(2**18, 16)[1] == cross_entropy.LOGITS
+  monkeypatch.setattr(cross_entropy, 'BLOCK', 2**30)  # negative
+  assert counted(2**17, 768)[0] > 3 * many
+  assert counted(2**18, 16)[1] == 2 * cross_entropy.LOGITS
+
+
 def test_how_many_rows_at_a_time():
   of = cross_entropy.chunk_of
-  assert of(8192, 50000) == 2048 and of(10**9, 50000) == 128
-  assert of(16, 1000) == 1000
+  assert of(8192, 50000) == 2048 and of(2**14, 50000) == 1024
+  assert of(10**9, 50000) == 1024 and of(16, 1000) == 1000
+  blocks = {2**14: 2**14, 2**14 + 1: 8320, 2**15: 2**14, 40000: 13440}
+  assert {t: cross_entropy.block_of(t) for t in blocks} == blocks
   assert registry.resolve('cross_entropy').name == 'xla'
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import support
 
+from paraxis.pallas_kernels.matmul import cross_entropy
 from paraxis.sharding import annotate
 from paraxis.sharding.tensor import vocabulary
 
@@ -103,6 +104,19 @@ def test_in_a_manual_region():
   with jax.enable_x64(True):
     found = in_a_region('data=2,fsdp=2,tensor=2')
     support.close(list(found), reference(*arrays(), 0.0))
+
+
+def test_blocks_of_the_tokens_of_a_shard(monkeypatch):
+  """8 or 4 tokens on a device, 3 at a time, and their parts of a vocabulary."""
+  monkeypatch.setattr(cross_entropy, 'BLOCK', 3)
+  monkeypatch.setattr(cross_entropy, 'LANES', 1)
+  with jax.enable_x64(True):
+    wanted = reference(*arrays(), 0.0)
+    support.close(list(in_a_region('data=2,fsdp=2,tensor=2')), wanted)
+    wanted = jax.device_get(wanted)
+    with support.laid_out('fsdp=2,context=2,tensor=2'):
+      found = jax.jit(ours(0.0, 0))(*placed(arrays()))
+      support.close(list(found), wanted)
 
 
 def test_a_sum_that_nothing_takes_is_an_error():
