@@ -1,9 +1,9 @@
 """Arrays of a checkpoint, written and read by Orbax.
 
-A tree of arrays is written as Orbax does, or in smaller chunks (shards.py);
-leaves that are read while they are saved (rows.py), one after the other, each
-block a chunk of the file, or several: at most IN_FLIGHT bytes, or one block,
-are in memory until they are written.
+A tree of arrays is written as Orbax does; by several processes, or in smaller
+chunks, by shards.py; leaves that are read while they are saved (rows.py), one
+after the other, each block a chunk of the file, or several: at most IN_FLIGHT
+bytes, or one block, are in memory until they are written.
 
 Reading (shards.py) gives a tree, or the fault in one line.
 Orbax reads the metadata of all leaves at once and stops at the first that
@@ -82,10 +82,13 @@ def checkpointer(
       files are written, and when the folder has its name; None: Orbax's own.
   """
   arrays: Any = ocp.type_handlers.ArrayHandler()
+  if chunk_bytes or jax.process_count() > 1:
+    # Orbax wants a shard of every leaf in every process (snapshot.py).
+    arrays = shards.Writer(chunk_bytes)
   types = ocp.type_handlers.create_type_handler_registry(
     (rows.Rows, _RowsHandler(chunk_bytes)),
     (np.ndarray, ocp.type_handlers.NumpyHandler()),
-    (jax.Array, shards.Writer(chunk_bytes) if chunk_bytes else arrays),
+    (jax.Array, arrays),
   )
   handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
   # Weights hardly compress (by 8%), and a save takes 4 times the CPU-seconds.

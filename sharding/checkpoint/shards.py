@@ -168,9 +168,10 @@ def _groups(values, infos):
 
 
 class Writer(ocp.type_handlers.NumpyHandler):
-  """Writes jax arrays in chunks of at most so many bytes."""
+  """Writes jax arrays, of which a process may hold nothing."""
 
   def __init__(self, chunk_bytes: int):
+    """chunk_bytes: of a chunk, at most; 0: a shard."""
     super().__init__(deepcopy_host_arrays=False)
     self._chunk_bytes = chunk_bytes
 

@@ -4,7 +4,10 @@ Parameters and optimizer do not change until the next update. So the copies
 (`to_host`) run beside the next gradient, and only the update, which donates
 what they are made from, waits for them: DataStates-LLM (arXiv:2406.10707,
 section 4), lazy asynchronous copies. What is written to disk are the copies.
-They keep their layout: every process writes its own shards.
+They keep their layout: every process writes its own shards. Of a shard's
+replicas, which are compared on the devices (fingerprint.py), one is copied, and
+its process writes it; another one from leaf to leaf, so that devices and
+processes share the work.
 
 On CPU jax computes most of a copy, and of a fingerprint on several devices, in
 the call that asks for it, so a thread makes the call (`Copier`).
@@ -15,6 +18,7 @@ wait. It is there for the thread, for the decision whether the state may be
 saved, and for accelerators, where the order is not known.
 """
 
+import collections
 from collections.abc import Mapping
 from concurrent import futures
 import contextlib
@@ -24,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import fingerprint
@@ -50,23 +55,68 @@ def has_host_memory(device) -> bool:
 
 
 def to_host(tree: Mapping[str, Any]) -> dict[str, jax.Array]:
-  """The same leaves as new arrays in pinned host memory; returns at once."""
-  parts, places = [], []
-  for x in tree.values():
-    for shard in x.addressable_shards:
+  """The same leaves as new arrays in pinned host memory; returns at once.
+
+  On the devices of one replica each: a process may hold nothing of a leaf.
+  """
+  places = {path: place for path, place, _ in _places(tree)}
+  parts, theirs = [], []
+  for path, x in tree.items():
+    for shard in _copied(x, places[path]):
       parts.append(shard.data)
-      places.append(
+      theirs.append(
         jax.sharding.SingleDeviceSharding(shard.device, memory_kind=HOST)
       )
   # Shard by shard: for whole arrays of several processes jax runs programs that
   # all devices take part in. An alias would be what the update donates.
-  copies = iter(jax.device_put(parts, places, may_alias=False))
+  copies = iter(jax.device_put(parts, theirs, may_alias=False))
   out = {}
-  for path, x in tree.items():
-    sharding = x.sharding.with_memory_kind(HOST)
-    own = [next(copies) for _ in x.addressable_shards]
-    out[path] = jax.make_array_from_single_device_arrays(x.shape, sharding, own)
+  with fingerprint.keeps_bits(tree.values()):
+    for path, x in tree.items():
+      own = [next(copies) for _ in _copied(x, places[path])]
+      out[path] = jax.make_array_from_single_device_arrays(
+        x.shape, places[path].with_memory_kind(HOST), own, dtype=x.dtype
+      )
   return out
+
+
+def _copied(x, place):
+  """The shards of an array whose devices here are those of a sharding."""
+  devices = place.addressable_devices
+  return [shard for shard in x.addressable_shards if shard.device in devices]
+
+
+def _places(tree):
+  """Yields (path, sharding of its copy, bytes of a shard) of jax's leaves.
+
+  The same in every process.
+  """
+  for number, path in enumerate(sorted(tree)):
+    x = tree[path]
+    if getattr(x, 'sharding', None) is not None:  # else on the host already
+      place = _one_replica(x.sharding, number)
+      size = math.prod(place.shard_shape(x.shape))
+      yield path, place, size * jnp.dtype(x.dtype).itemsize
+
+
+def _one_replica(sharding, number):
+  """The sharding over the devices of one replica, of n that (number mod n)-th.
+
+  All of them of a sharding without a mesh.
+  """
+  if not isinstance(sharding, jax.NamedSharding):
+    return sharding
+  mesh = sharding.mesh
+  used = {n for names in sharding.spec if names for n in np.atleast_1d(names)}
+  sizes = [1 if n in used else mesh.shape[n] for n in mesh.axis_names]
+  at = np.unravel_index(number % math.prod(sizes), sizes)
+  cut = tuple(
+    slice(None) if n in used else slice(i, i + 1)
+    for n, i in zip(mesh.axis_names, at, strict=True)
+  )
+  devices = mesh.devices[cut]
+  mesh = jax.sharding.Mesh(devices, mesh.axis_names, mesh.axis_types)
+  return jax.NamedSharding(mesh, sharding.spec)
 
 
 class Copier:
@@ -114,9 +164,15 @@ def _ask(tree, copied, mesh=None):
 def check(most: int, tree: Mapping[str, Any]) -> None:
   """UserError if one snapshot takes more host memory than there is.
 
+  The same in every process: of the one that copies most.
+
   most: checkpoint.host_bytes.
   """
-  taken, there = host_bytes(tree), machine_bytes()
+  each = collections.Counter()
+  for _, place, size in _places(tree):
+    for device in place.device_set:
+      each[device.process_index] += size
+  taken, there = max(each.values(), default=0), machine_bytes()
   if 0 < most < taken:
     raise errors.UserError(
       f'checkpoint.host_bytes={most} is less than one snapshot of the state, '
@@ -138,15 +194,11 @@ def machine_bytes() -> int:
 
 
 def host_bytes(tree: Mapping[str, Any]) -> int:
-  """Bytes of the copies in this process: every shard, replicas too.
+  """Bytes of the copies in this process: one replica of each of its shards, or
+  none, as `to_host` makes them.
 
   tree: {path: array or jax.ShapeDtypeStruct with its sharding}.
   """
-  total = 0
-  for x in tree.values():
-    if getattr(x, 'sharding', None) is None:
-      continue  # on the host already
-    local = len(x.sharding.addressable_devices)
-    shard = math.prod(x.sharding.shard_shape(x.shape))
-    total += local * shard * jnp.dtype(x.dtype).itemsize
-  return total
+  return sum(
+    len(place.addressable_devices) * size for _, place, size in _places(tree)
+  )

@@ -196,6 +196,53 @@ def test_kill_of_one_of_two_processes_in_a_save(tmp_path, said):
     assert s.steps() == [1] and not list(s.directory.glob('2*'))
 
 
+# Of `a` process 1 writes nothing, of `b` process 0.
+NOTHING = """
+from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import snapshot
+s.close()
+mesh = mesh_lib.make(dict(data=2, fsdp=2), jax.devices())
+specs = dict(a=jax.P(), b=jax.P('fsdp'), c=jax.P('data'))
+tree = {
+  path: jax.make_array_from_callback(
+    (64,), jax.NamedSharding(mesh, spec), lambda i: x[i]
+  )
+  for path, spec in specs.items()
+}
+copies = snapshot.to_host(tree)
+sizes = {
+  path: sum(s.data.nbytes for s in y.addressable_shards)
+  for path, y in copies.items()
+}
+assert sizes == [dict(a=256, b=0, c=128), dict(a=0, b=256, c=128)][me], sizes
+assert snapshot.host_bytes(tree) == 384
+try:  # process 1 copies nothing of it, and says the same
+  snapshot.check(100, {'a': tree['a']})
+  raise AssertionError
+except errors.UserError as e:
+  assert '256 bytes' in str(e), e
+chunk = int(sys.argv[4])
+s = store.Store(folder, store.Options(chunk_bytes=chunk), say=print)
+for step in (2, 3):
+  s.save(step, tree, dict.fromkeys('abc', ('embed',)), {})
+found, _ = s.restore(3, tree)
+for path, y in found.items():
+  for shard in y.addressable_shards:
+    assert np.array_equal(shard.data, x[shard.index])
+s.close()
+assert s.steps() == [1, 2, 3], s.steps()
+"""
+
+
+@pytest.mark.parametrize('chunk_bytes', [0, 4096])
+def test_processes_that_write_nothing_of_a_leaf(tmp_path, said, chunk_bytes):
+  ended = two_processes(GANG + NOTHING, tmp_path / 'ck', str(chunk_bytes))
+  assert [code for code, _ in ended] == [0, 0], [x[-2000:] for _, x in ended]
+  with reopened(tmp_path / 'ck', said) as s:
+    tree = s.restore(2, dict.fromkeys('abc', jnp.zeros(64)))[0]
+  assert all(bool(jnp.all(y == jnp.arange(64.0))) for y in tree.values())
+
+
 # A file may have no byte on the disk of process `bad`: a save fails in the
 # middle; the next one, with room, is written.
 FULL = """

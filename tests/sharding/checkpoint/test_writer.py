@@ -203,8 +203,8 @@ def test_a_snapshot_is_a_copy_and_keeps_its_layout(mesh):
   # Negative: a copy to where it is would share memory with the original.
   same = jax.device_put(tree['w'], tree['w'].sharding)
   assert places(same) == places(tree['w'])
-  # Shards of 8 devices: w is whole on each half of data, b on four of them.
-  assert snapshot.host_bytes(tree) == 4 * (2 * 64 * 32 + 4 * 32)
+  # Of 8 devices: w is on each half of data, b on four places; one counts.
+  assert snapshot.host_bytes(tree) == 4 * (64 * 32 + 32)
 
 
 @pytest.mark.invariant(16)
@@ -235,18 +235,16 @@ def test_begin_does_not_wait_for_a_slow_disk(mesh, tmp_path, said):
 def test_host_memory_below_one_snapshot(mesh, tmp_path):
   options = store.Options(host_bytes=100)
   with store.Store(tmp_path, options) as s:
-    with pytest.raises(
-      errors.UserError, match='=100 is less than .* 16896 byt'
-    ):
+    with pytest.raises(errors.UserError, match='=100 is less than .* 8320 byt'):
       s.preflight(state(mesh))
 
 
 def test_a_snapshot_above_the_memory_of_the_machine(
   mesh, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(snapshot, 'machine_bytes', lambda: 16895)
+  monkeypatch.setattr(snapshot, 'machine_bytes', lambda: 8319)
   with store.Store(tmp_path) as s:
-    with support.refused('takes 16896 bytes', 'the machine has 16895'):
+    with support.refused('takes 8320 bytes', 'the machine has 8319'):
       s.preflight(state(mesh))
     monkeypatch.setattr(snapshot, 'machine_bytes', lambda: 0)  # not known
     s.preflight(state(mesh))
