@@ -59,7 +59,8 @@ def learn(run, *, families, fields, seeds, rows, within):
     del folder
     return on_frames.learned(Reader, config, task, rows, say)
 
-  trainings = ablation.trained(run, configs, seeds, finish, {'rows': rows})
+  home = run.other(run.config, 'pictures')  # names are those on text, too
+  trainings = ablation.trained(home, configs, seeds, finish, {'rows': rows})
   found = ablation.numbers(trainings, 'error')
   seconds = ablation.cpu_seconds(trainings)
   findings = [

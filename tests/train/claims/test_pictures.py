@@ -3,6 +3,7 @@
 import claim_cases
 import numpy as np
 
+from paraxis.train.claims import families
 from paraxis.train.claims import on_frames
 from paraxis.train.claims import pictures
 
@@ -24,6 +25,9 @@ def test_a_claim_on_pictures_can_fail(tmp_path):
   assert found.passed and found.measured.startswith('0.0100'), found
   wrong = pictures.learn(run, within=[['shallow', 'deep', -0.01]], **given)
   assert not wrong.passed
+  # A claim about the same families on text has trainings of the same names.
+  text = dict(families=FAMILIES, fields=SHORT, seeds=[0], better=[])
+  assert families.learn(run, **text).measured
 
 
 def test_a_picture_is_one_digit():
