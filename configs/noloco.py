@@ -64,20 +64,22 @@ def claims():
 
 
 def knockouts():
-  """Sums see all replicas; a mean over all; an exchange in every step; nothing
-  is exchanged; anchors do not approach."""
+  """Sums see all replicas; a mean over all; an exchange in every step; replicas
+  that never met, or meet themselves alone; anchors do not approach."""
+  from paraxis.train.claims.outer import equations
   from paraxis.train.claims.outer import steps
 
   equal, twos, sent, learned, nearer = (name for name, *_ in claims())
-  never = dict(
-    families={n: presets.REPLICAS[n] for n in NAMES} | presets.NEVER,
-    compare=[[['never'], 'DiLoCo .4', 0.0]],
-  )
-  (name,) = presets.NO_PULL
+  best = {'DiLoCo .4': presets.REPLICAS['DiLoCo .4']}
+  (name,), (met,), (alone,) = presets.NO_PULL, presets.NEVER, presets.UNPAIRED
+  below = lambda name: dict(compare=[[[name], 'DiLoCo .4', 0.0]])
+  never = dict(families=best | presets.NEVER) | below(met)
+  unpaired = dict(families=best | presets.UNPAIRED) | below(alone)
   return [
     ('hidden_replicas', equal, steps.all_seen),
     ('mean', twos, {'outer.exchange': 'mean', 'outer.pull': 0.0}),
     ('period', sent, {'outer.period': 1}),
-    ('never', learned, never),
+    ('never_met', learned, never),
+    ('unpaired', learned, equations.unpaired, unpaired),
     ('no_pull', nearer, dict(families=presets.NO_PULL, name=name)),
   ]

@@ -161,8 +161,15 @@ REPLICAS = {
     pull=0.7,
   ),
 }  # fmt: skip
-# Knock-outs: anchors that stay where they began; anchors that do not approach.
-NEVER = {'never': dict(exchange='mean', period=2000)}
+# Knock-outs: the mean, after all steps, of replicas that never met; loops of
+# which a function replaces a part; anchors that do not approach.
+NEVER = {
+  'mean, never met': dict(
+    exchange='mean', period=1000, rate=1.0, momentum=0.0
+  ),
+}  # fmt: skip
+UNPAIRED = {'NoLoCo, alone': REPLICAS['NoLoCo']}
+SIGNS = {'streamed, signs': REPLICAS['streamed, 4 bits']}
 NO_PULL = {'NoLoCo, no pull': REPLICAS['NoLoCo'] | dict(pull=0.0)}
 WARM = 330  # steps of data parallel, a quarter of all tokens
 

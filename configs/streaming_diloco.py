@@ -84,14 +84,18 @@ def claims():
 
 
 def knockouts():
-  """Layers alone move; numbers as they are; no fragments; at once; nothing is
-  exchanged."""
+  """Layers alone move; numbers as they are; no fragments; at once; replicas
+  that never met; codes of which the sign alone is read."""
   from paraxis.train.claims.outer import equations
 
   numpy, sent, peak, unread, hidden, learned = (name for name, *_ in claims())
+  (met,), (name,) = presets.NEVER, presets.SIGNS
+  own = {n: presets.REPLICAS[n] for n in ('DiLoCo .4', 'streamed')}
   never = dict(
-    families={n: presets.REPLICAS[n] for n in NAMES} | presets.NEVER,
-    compare=[[['never'], 'DiLoCo .4', 0.01]],
+    families=own | presets.NEVER, compare=[[[met], 'DiLoCo .4', 0.01]]
+  )
+  signs = dict(
+    families=own | presets.SIGNS, compare=[[[name], 'streamed', 0.005]]
   )
   return [
     ('ends', numpy, equations.without_ends),
@@ -99,5 +103,6 @@ def knockouts():
     ('fragments', peak, {'changes': DEEP | {'outer.fragments': 1}}),
     ('delay', unread, {'outer.delay': 0}),
     ('late', hidden, {'outer.delay': 0}),
-    ('never', learned, never),
+    ('never_met', learned, never),
+    ('signs', learned, equations.signs, signs),
   ]

@@ -1,10 +1,15 @@
 """Claims that exchanges equal the equations fail where an exchange does not."""
 
 import claim_cases
+import numpy as np
 import pytest
 
+from paraxis.configs import presets
+from paraxis.configs import schema
 from paraxis.train.claims.outer import equations
 from paraxis.train.claims.outer import exchanges
+from paraxis.train.steps import codec
+from paraxis.train.steps import pairs
 
 SMALL = {
   'model.d_model': 16, 'model.d_ff': 32, 'model.vocab_size': 64,
@@ -50,3 +55,24 @@ def test_what_is_late_is_seen(monkeypatch, name):
   late = lambda loop, done: due(loop, done - 1)
   monkeypatch.setattr(type(claim_cases.run_of(name).config.outer), 'due', late)
   assert not found(name).passed
+
+
+def test_what_knock_outs_of_pairs_and_codes_leave():
+  """Each meets itself; signs of codes, whatever the size of a number."""
+  with equations.unpaired():
+    assert pairs.matchings(4).tolist() == [[0, 1, 2, 3]]
+  assert pairs.matchings(4)[0].tolist() != [0, 1, 2, 3]
+  x = np.float32([-8, -0.5, 2, 4])
+  read = lambda: np.asarray(codec.decode(*codec.encode(x), x.shape))
+  assert read().tolist() == x.tolist()
+  with equations.signs():
+    found = read()
+  assert (found[:2] < 0).all() and (found[2:] > 0).all()
+  assert len(set(np.abs(found))) == 1
+
+
+def test_replicas_that_never_met_are_averaged_at_the_end():
+  (loop,) = (schema.Outer(**own) for own in presets.NEVER.values())
+  steps = presets.replicas('mean').train.steps
+  due = [step for step in range(1, steps + 1) if loop.due(step)]
+  assert due == [steps] and not loop.missed(steps)

@@ -7,7 +7,6 @@ import claim_cases
 import pytest
 import support
 
-from paraxis.configs import presets
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.train.claims import ablation
@@ -141,32 +140,43 @@ def test_families_are_compared_seed_by_seed(monkeypatch, tmp_path, warm):
   assert not wrong.passed and wrong.verdict == 'not reproduced'
 
 
-def test_what_a_knock_out_replaces_is_in_the_key(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+  'config, knockout, name, other, file',
+  [
+    ('co2', 'no_penalty', 'CO2, switched off', 'CO2, no penalty', 'exchanges'),
+    ('noloco', 'unpaired', 'NoLoCo, alone', 'DiLoCo .4', 'equations'),
+    ('streaming_diloco', 'signs', 'streamed, signs', 'streamed', 'equations'),
+  ],
+)
+def test_what_a_knock_out_replaces_is_in_the_key(
+  config, knockout, name, other, file, monkeypatch, tmp_path
+):
   """Of the training that it changes; what is compared is trained once."""
-  name = 'CO2, switched off'
+  folder = lambda label: label.replace(', ', '_').replace(' ', '_')
+  module = command_line.load_module(config)
+  off = {k.name: k for k in knockouts.of(module, '')}[knockout]
+  claim = {c.name: c for c in papers.claims(module, '')}[off.claim]
+  own = claim.parameters['families']
+  assert name in off.change['families'] and name not in own
+  others = {n: x for n, x in off.change['families'].items() if n != name}
   bits = {
-    f'{label}-{seed}': 2.0 + 0.01 * seed
-    for label in ('CO2', 'CO2_no_penalty', 'CO2_switched_off')
+    f'{folder(label)}-{seed}': 2.0 + 0.01 * seed + (label == name)
+    for label in (*own, name)
     for seed in range(3)
   }
   seen = claim_cases.trains_to(monkeypatch, bits)
   monkeypatch.setattr(families, '_draw', lambda found, rows, path: path)
   monkeypatch.setattr(families.metrics, 'read', lambda folder: {})
-  module = command_line.load_module('co2')
-  run = claim_cases.run_of('co2', {}, tmp_path / 'own')
-  off = {k.name: k for k in knockouts.of(module, '')}['no_penalty']
-  claim = {c.name: c for c in papers.claims(module, '')}[off.claim]
-  both = {n: presets.REPLICAS[n] for n in ('CO2', 'CO2, no penalty')}
-  learning.above(run, **claim.parameters | dict(families=both))
-  assert len(seen) == 6
+  run = claim_cases.run_of(config, {}, tmp_path / 'own')
+  learning.above(run, **claim.parameters | dict(families=own))
+  assert others.keys() <= own.keys() and len(seen) == 3 * len(own)
   assert not knockouts.without(run, off, claim).passed
-  assert len(seen) == 9 and name in off.change['families']
+  assert len(seen) == 3 * len(own) + 3
   files = lambda label: json.loads(
-    (tmp_path / 'replicas' / label / ablation.RECORD).read_text()
+    (tmp_path / 'replicas' / f'{folder(label)}-0' / ablation.RECORD).read_text()
   )['parts']['file']
-  replaces = 'train/claims/outer/exchanges.py'
-  assert replaces in files('CO2_switched_off-0')
-  assert replaces not in files('CO2-0')
+  replaces = f'train/claims/outer/{file}.py'
+  assert replaces in files(name) and replaces not in files(other)
 
 
 def test_replicas_that_drift_apart_are_seen(monkeypatch, tmp_path):
