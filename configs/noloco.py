@@ -12,15 +12,19 @@ expect: EQ 2e-13; HLO permutations alone, 1.00 x the parameters: 25 rounds have
   averaging; replicas are .082 of their length apart right after exchange 12,
   .014 after the last.
 differs: 154 thousand parameters, 4 replicas, 40 steps a period, 25 periods;
-  pipelines with random routes are left out. One message is as large as the
-  parameters, of the authors' code twice that. Saved and evaluated is the mean
-  of the anchors, for which replicas meet when a checkpoint or an evaluation is
-  due.
+  DiLoCo, of which the rate alone was tuned, has periods of 50, and a Nesterov
+  momentum of .9 where NoLoCo has a heavy ball of .5, which may be all that
+  DiLoCo is behind by. A mean over all in NoLoCo's own loop is a claim apart: to
+  be within 1% of it for two thirds of its bytes. Pipelines with random routes
+  are left out. One message is as large as the parameters, of the authors' code
+  twice that. Saved and evaluated is the mean of the anchors, for which replicas
+  meet when a checkpoint or an evaluation is due.
 """
 
 from paraxis.configs import presets
 
 NAMES = 'DiLoCo .4', 'DiLoCo .7', 'NoLoCo'
+SAME = 'DiLoCo, as NoLoCo'  # but for the pairs, and for what pulls them
 LOOP = presets.REPLICAS['NoLoCo']
 
 
@@ -53,12 +57,17 @@ def claims():
     warm=0,
     compare=[[['NoLoCo'], 'DiLoCo .4', 0.0], [['NoLoCo'], 'DiLoCo .7', 0.0]],
   )
+  same = learned | dict(
+    families={n: presets.REPLICAS[n] for n in (SAME, 'NoLoCo')},
+    compare=[[['NoLoCo'], SAME, 0.01]],
+  )
   nearer = shared | dict(check=learning.spread, name='NoLoCo', early=480)
   return [
     ('a replica equals one device', 'EQ', alone, None),
     ('no sum over all replicas', 'HLO', twos, 'no all-reduce'),
     ('bytes between replicas', 'HLO', sent, None),
     ('as DiLoCo, with fewer bytes', 'LEARN', learned, 'up to 4% faster'),
+    ('as a mean over all in the same loop', 'LEARN', same, None),
     ('nearer when the rate falls', 'LEARN', nearer, None),
   ]
 
@@ -69,17 +78,21 @@ def knockouts():
   from paraxis.train.claims.outer import equations
   from paraxis.train.claims.outer import steps
 
-  equal, twos, sent, learned, nearer = (name for name, *_ in claims())
-  best = {'DiLoCo .4': presets.REPLICAS['DiLoCo .4']}
+  equal, twos, sent, learned, same, nearer = (name for name, *_ in claims())
+  of = lambda name: {name: presets.REPLICAS[name]}
   (name,), (met,), (alone,) = presets.NO_PULL, presets.NEVER, presets.UNPAIRED
-  below = lambda name: dict(compare=[[[name], 'DiLoCo .4', 0.0]])
-  never = dict(families=best | presets.NEVER) | below(met)
-  unpaired = dict(families=best | presets.UNPAIRED) | below(alone)
+  never = dict(
+    families=of('DiLoCo .4') | presets.NEVER,
+    compare=[[[met], 'DiLoCo .4', 0.0]],
+  )
+  unpaired = dict(
+    families=of(SAME) | presets.UNPAIRED, compare=[[[alone], SAME, 0.01]]
+  )
   return [
     ('hidden_replicas', equal, steps.all_seen),
     ('mean', twos, {'outer.exchange': 'mean', 'outer.pull': 0.0}),
     ('period', sent, {'outer.period': 1}),
     ('never_met', learned, never),
-    ('unpaired', learned, equations.unpaired, unpaired),
+    ('unpaired', same, equations.unpaired, unpaired),
     ('no_pull', nearer, dict(families=presets.NO_PULL, name=name)),
   ]

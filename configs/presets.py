@@ -142,6 +142,7 @@ _CO2 = dict(
   exchange='mean', period=12, delay=12, rate=1.0, momentum=0.2, nesterov=False,
   clip=1.0,
 )  # fmt: skip
+_NOLOCO = dict(period=40, rate=0.7, momentum=0.5, nesterov=False)
 REPLICAS = {
   'data parallel': {},
   'mean': dict(exchange='mean', period=_PERIOD, rate=1.0, momentum=0.0),
@@ -156,11 +157,9 @@ REPLICAS = {
   'CO2': _CO2 | dict(penalty=True),
   'CO2 .5': _CO2 | dict(penalty=True, rate=0.5),
   'CO2, no penalty': _CO2,
-  'NoLoCo': dict(
-    exchange='pairs', period=40, rate=0.7, momentum=0.5, nesterov=False,
-    pull=0.7,
-  ),
-}  # fmt: skip
+  'DiLoCo, as NoLoCo': _NOLOCO | dict(exchange='mean'),
+  'NoLoCo': _NOLOCO | dict(exchange='pairs', pull=0.7),
+}
 # Knock-outs: the mean, after all steps, of replicas that never met; loops of
 # which a function replaces a part; anchors that do not approach.
 NEVER = {

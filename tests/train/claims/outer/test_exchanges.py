@@ -144,7 +144,7 @@ def test_families_are_compared_seed_by_seed(monkeypatch, tmp_path, warm):
   'config, knockout, name, other, file',
   [
     ('co2', 'no_penalty', 'CO2, switched off', 'CO2, no penalty', 'exchanges'),
-    ('noloco', 'unpaired', 'NoLoCo, alone', 'DiLoCo .4', 'equations'),
+    ('noloco', 'unpaired', 'NoLoCo, alone', 'NoLoCo', 'equations'),
     ('streaming_diloco', 'signs', 'streamed, signs', 'streamed', 'equations'),
   ],
 )
