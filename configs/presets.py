@@ -157,6 +157,7 @@ REPLICAS = {
   'CO2': _CO2 | dict(penalty=True),
   'CO2 .5': _CO2 | dict(penalty=True, rate=0.5),
   'CO2, no penalty': _CO2,
+  'CO2 .5, no penalty': _CO2 | dict(rate=0.5),
   'DiLoCo, as NoLoCo': _NOLOCO | dict(exchange='mean'),
   'NoLoCo': _NOLOCO | dict(exchange='pairs', pull=0.7),
 }
