@@ -17,6 +17,7 @@ from paraxis.train.claims import experiment
 from paraxis.train.claims import families as claims_families
 from paraxis.train.claims import knockouts
 from paraxis.train.claims import on_tasks
+from paraxis.train.claims import papers
 from paraxis.train.claims import tasks
 from paraxis.train.claims.scans import hybrid as claims_hybrid
 from paraxis.train.claims.scans import recall as claims_recall
@@ -262,6 +263,16 @@ def test_a_growing_batch_reads_as_much_as_the_constant_one():
     experiment.fields(config, module.SMALL, f) for f in module.RAMPS.values()
   )
   read, steps = claims_families.tokens, ramp.train.steps
+  rows = {k.name: k for k in knockouts.of(module, '')}
+  (claim,) = (
+    c for c in papers.claims(module, '') if c.name.endswith('equal tokens')
+  )
+  even = rows['even'].change['families']
+  for own in (claim.parameters['families'], even):
+    every = [experiment.fields(config, module.SMALL, f) for f in own.values()]
+    assert set(map(read, every)) == {read(ramp)}
+  even = experiment.fields(config, module.SMALL, even['ramp']).train
+  assert not even.batch_ramp and abs(even.steps / steps - 1) < 0.02
   sizes = [min(16, 2 + 2 * (t // 20)) for t in range(steps)]
   assert read(ramp) == read(constant) == sum(sizes) * 256
   shorter = experiment.fields(ramp, {'train.steps': steps - 1})
