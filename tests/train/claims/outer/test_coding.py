@@ -87,8 +87,33 @@ def test_every_conforming_pattern_is_tried():
 
 def test_a_master_that_waits_for_all_is_seen():
   given = dict(
-    n=64, rounds=60, seeds=[1], fixed=1.0, at_most=0.9,
+    n=64, rounds=60, seeds=[1], fixed=[1.0], told=[], at_most=0.9,
     grids={'GC': [[4], [6]], 'M-SGC': [[4, 5, 12]]},
   )  # fmt: skip
   assert coding.makespan(None, patience=1.0, **given).passed
   assert not coding.makespan(None, patience=1e9, **given).passed
+
+
+def test_as_many_jobs_are_whole_of_every_scheme(monkeypatch):
+  """A scheme that ends jobs late has more rounds, of one and the same trace."""
+  seen = []
+
+  def makespan(scheme, times, fixed, patience):
+    seen.append((type(scheme).__name__, scheme.delay, times))
+    return len(times) * (1 + fixed * (scheme.delay > 0))
+
+  monkeypatch.setattr(coding.lib, 'makespan', makespan)
+  given = dict(
+    n=8, rounds=20, seeds=[1], fixed=[0.0, 0.5], told=[1.0], patience=1.0,
+    grids={'GC': [[2]], 'M-SGC': [[2, 3, 4]]},
+  )  # fmt: skip
+  found = coding.makespan(None, at_most=1.8, **given)
+  assert len(seen) == 12  # of either scheme the trace to tune by, and one more
+  for i in (0, 1):
+    plain, late = seen[i], seen[i + 2]
+    assert plain[:2] == ('Coded', 0) and late[:2] == ('Multiplexed', 3)
+    assert len(plain[2]) == 20 and len(late[2]) == 23
+    np.testing.assert_array_equal(late[2][:20], plain[2])
+  assert found.measured == '1.150 1.725' and found.passed
+  assert '1: 2.300' in found.caveat
+  assert not coding.makespan(None, at_most=1.7, **given).passed
