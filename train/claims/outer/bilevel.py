@@ -8,10 +8,15 @@ drawn. What is reached is measured by the gradient in closed form,
 
     RIDGE x + mean_i C_i A_i^-1 (A_i^-1 (C_i x + b_i) - t_i)
 
+Alpha and beta grow as B, the rates of y and z as I, as in the paper's theorem;
+that of x, on which most depends, is the best of some for every I and B, on
+problems of its own.
+
 Legend: M blocks, I of them read, B samples; D numbers of x, Q of a block.
 """
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +30,8 @@ from paraxis.train.steps import bilevel as lib
 M, D, Q, RIDGE = 16, 4, 3, 0.1
 NOISE = 0.1, 0.3, 1.0, 1.0  # of A, C, b, t
 CHUNK, SMOOTH = 250, 50  # steps between measurements; that a mean is of
+HOLD = 250  # steps in a row that what is reached is kept for
+FEW = 4  # blocks of `few`
 
 
 def without_turning():
@@ -35,6 +42,26 @@ def without_turning():
     return right(outer, inner, rates._replace(z=0.0), *given)
 
   return knockouts.patched(lib, 'step', step)
+
+
+def alone():
+  """Knock-out: whatever B is, one sample is read, and alpha is that of one."""
+  return knockouts.patched(sys.modules[__name__], 'averaged', lambda B: 1)
+
+
+def few():
+  """Knock-out: of the blocks that a step could read it reads FEW."""
+  return knockouts.patched(sys.modules[__name__], 'taken', lambda read: FEW)
+
+
+def averaged(B):
+  """Samples that a mean is of."""
+  return B
+
+
+def taken(read):
+  """Blocks that a step reads."""
+  return read
 
 
 def inner(x, y, problem):
@@ -78,7 +105,10 @@ def sampled(rng, problem, blocks, B):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _many(rates, search, blocks, samples):
+def _many(alpha, x, near, search, blocks, samples):
+  """(Search after steps, x of each); alpha, beta alike, near: of y and z."""
+  rates = lib.Rates(x, near, near, alpha, alpha)
+
   def body(search, given):
     search = lib.step(outer, inner, rates, search, *given)
     return search, search.x
@@ -101,75 +131,101 @@ def hypergradient(run, *, seeds, steps, within):
       search = lib.begun(outer, inner, x, jnp.zeros((M, Q)), problem)
       every = np.tile(np.arange(M), (steps, 1))
       whole = tuple(np.broadcast_to(v, (steps, *v.shape)) for v in problem)
-      rates = lib.Rates(0.0, 0.8, 0.8, 0.5, 0.5)
-      search, _ = _many(rates, search, every, whole)
+      search, _ = _many(0.5, 0.0, 0.8, search, every, whole)
       found[str(seed)] = experiment.gap(search.along, closed(problem, x))
   return experiment.equal(
     found, within, f'float64, {steps} steps: {experiment.listed(found)}'
   )
 
 
-def iterations(seed, read, B, growth, most, to):
-  """Steps until the gradient's norm, a mean over SMOOTH, is at most `to`.
+def kept(norms, to):
+  """Steps until norms, each a mean over SMOOTH, are at most `to` for HOLD in a
+  row; None: they are not."""
+  mean = np.convolve(norms, np.ones(SMOOTH) / SMOOTH, 'valid')
+  if len(mean) < HOLD:
+    return None
+  held = np.convolve(mean <= to, np.ones(HOLD), 'valid') > HOLD - 0.5
+  return int(np.argmax(held)) + SMOOTH if held.any() else None
 
-  read: blocks of a step. growth: samples whose rates are taken.
+
+def iterations(seed, read, B, rate, most, to):
+  """Steps until the gradient's norm is at most `to` and stays so (`kept`);
+  `most`, where that is not within so many.
+
+  seed: of the problem; noise and blocks have one of their own for each I and B.
+  read: I. rate: of x.
   """
-  rng = np.random.default_rng(seed)
-  problem, norms = drawn(rng), np.zeros(0)
+  problem, norms = drawn(np.random.default_rng(seed)), np.zeros(0)
+  rng = np.random.default_rng([seed, read, B])
+  read, B = taken(read), averaged(B)
   search = lib.begun(
     outer, inner, jnp.full(D, 2.0), jnp.zeros((M, Q)),
     sampled(rng, problem, np.arange(M), B),
   )  # fmt: skip
-  follow, near = min(0.01 * growth, 0.8), 0.6 * read / M
-  rate = 0.006 * growth**0.5 * read / M
-  rates = lib.Rates(rate, near, near, follow, follow)
-  while len(norms) < most:
+  alpha, near, found = min(0.01 * B, 0.8), 0.6 * read / M, None
+  while found is None and len(norms) < most:
     blocks = np.stack([rng.permutation(M)[:read] for _ in range(CHUNK)])
     samples = sampled(rng, problem, blocks, B)
-    search, xs = _many(rates, search, blocks, samples)
+    search, xs = _many(alpha, rate, near, search, blocks, samples)
     at = closed(problem, np.asarray(xs))
     norms = np.append(norms, np.linalg.norm(at, axis=-1))
-    mean = np.convolve(norms, np.ones(SMOOTH) / SMOOTH, 'valid')
-    if (mean <= to).any():
-      return int(np.argmax(mean <= to)) + SMOOTH
-  return most
+    found = kept(norms, to)
+  return most if found is None else found
 
 
-def fewer(run, *, blocks, samples, seeds, most, to, power, alone):
-  """LEARN: iterations to a norm of the gradient fall with the samples of a
-  block, as a power of them, and with the blocks that are read.
-
-  Rates are those of the paper's theorem: of x as I sqrt(B), alpha as B.
-
-  Args:
-    blocks: list of I, the largest of B. samples: list of B, the middle of I.
-    seeds: of problems and noise. most: steps. to: the norm.
-    power: [what it is, within].
-    alone: one sample is read, whatever the rates.
-  """
-  found, middle, (slope, within) = {}, blocks[len(blocks) // 2], power
-  cases = [(middle, B) for B in samples]
-  cases += [(read, samples[-1]) for read in blocks if read != middle]
+def _at_best(cases, rates, tuning, seeds, most, to):
+  """({'I=8, B=4': [iterations of each seed]}, {likewise: its rate of x})."""
+  found, best = {}, {}
   with jax.enable_x64(True):
     for read, B in cases:
-      found[f'I={read}, B={B}'] = [
-        iterations(seed, read, 1 if alone else B, B, most, to) for seed in seeds
-      ]
-  rows = np.log([found[f'I={middle}, B={B}'] for B in samples])
-  slopes = np.polyfit(np.log(samples), rows, 1)[0]
-  name = lambda read: f'I={read}, B={samples[-1]}'
-  findings = [
-    ablation.judged(
-      f'power of B within {within:g} of {slope:g}',
-      within - np.abs(slopes - slope), signed=False,
-    ),
-    *(
-      ablation.less(found, name(high), name(low))
-      for low, high in zip(blocks, blocks[1:], strict=False)
-    ),
-  ]  # fmt: skip
+      count = functools.partial(iterations, read=read, B=B, most=most, to=to)
+      cost = lambda rate, count=count: sum(count(s, rate=rate) for s in tuning)
+      name = f'I={read}, B={B}'
+      best[name] = min(rates, key=cost)
+      found[name] = [count(s, rate=best[name]) for s in seeds]
+  return found, best
+
+
+def _outcome(run, found, best, findings, most, to, more=''):
+  chosen = ', '.join(f'{rate:g} ({name})' for name, rate in best.items())
   return ablation.outcome(
     run, found, findings, f'iterations to {to:g}',
-    f'powers of B {experiment.numbers(slopes, ".2f")}; {most} where it was not '
-    'reached',
+    f'kept for {HOLD} more; {most} where it was not; rates of x, the best for '
+    f'others: {chosen}{more}',
   )  # fmt: skip
+
+
+def by_samples(run, *, read, samples, rates, tuning, seeds, most, to, power):
+  """LEARN: iterations to a norm of the gradient that stays fall with the
+  samples of a block, as a power of them.
+
+  Args:
+    read: I. samples: list of B. rates: of x. tuning: seeds of problems on which
+      the rate of each B is chosen. seeds: of problems. most: steps. to: the
+      norm. power: [what it is, within].
+  """
+  (slope, within), cases = power, [(read, B) for B in samples]
+  found, best = _at_best(cases, rates, tuning, seeds, most, to)
+  slopes = np.polyfit(np.log(samples), np.log([*found.values()]), 1)[0]
+  text = f'power of B within {within:g} of {slope:g}'
+  left = within - np.abs(slopes - slope)
+  finding = ablation.judged(text, left, signed=False)
+  more = f'; powers of B {experiment.numbers(slopes, ".2f")}'
+  return _outcome(run, found, best, [finding], most, to, more)
+
+
+def by_blocks(run, *, blocks, B, rates, tuning, seeds, most, to):
+  """LEARN: iterations as of `by_samples` fall with the blocks of a step.
+
+  Args:
+    blocks: list of I. B: samples. rates, tuning, seeds, most, to: as of
+      `by_samples`.
+  """
+  cases = [(read, B) for read in blocks]
+  found, best = _at_best(cases, rates, tuning, seeds, most, to)
+  names = [*found]
+  findings = [
+    ablation.less(found, high, low)
+    for low, high in zip(names, names[1:], strict=False)
+  ]
+  return _outcome(run, found, best, findings, most, to)
