@@ -49,7 +49,7 @@ KINDS = {
   'EQ': 'equal to a reference',
   'HLO': 'collectives and bytes counted in the compiled program',
   'AOT': 'memory and collectives compiled for a real machine',
-  'SIM': 'deterministic simulator',
+  'SIM': 'deterministic simulator; operations counted in a traced program',
   'LEARN': 'trained, seeded',
   'CPU': 'CPU-seconds of the process, in turn, as a ratio',
   'TIME': 'device clock, on an accelerator',

@@ -285,7 +285,7 @@ def visited(length, block, window):
 
 
 def blocks_visited(run, *, length, block, windows, shape):
-  """HLO: blocks in the list and operations in the program equal the formula.
+  """SIM: blocks in the list and operations in the program equal the formula.
 
   Args:
     length: a multiple of `block`. block: tokens.

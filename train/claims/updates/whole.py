@@ -25,7 +25,7 @@ def _of_update(config, mesh):
 
 
 def shared_out(run, *, rules, meshes, fields, at_most):
-  """HLO: a device's products in an update, over those of one device alone.
+  """SIM: a device's products in an update, over those of one device alone.
 
   Args:
     rules: names of optimizer.name. fields: {'section.field': value} of the
