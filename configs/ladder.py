@@ -11,7 +11,11 @@ expect: EQ 1e-15; HLO each of 12 sums has products that wait for none, in a
   2.988), as a parallel one is (2.957). AOT needs libtpu.
 differs: 180 thousand parameters in 6 layers, 500 steps, from scratch: the paper
   also converts half of a trained Llama, and measures latency of 70B parameters
-  on 8 GPUs. Sums are asynchronous by three flags of the compiler
+  on 8 GPUs. HLO and AOT are of another program than this config trains with: a
+  forward pass, its layers unrolled, mesh.sequence=False; of layers in a scan at
+  most the first sum of each has a part to travel under, and with
+  mesh.sequence=True sums are scattered and gathered, which is not judged. Sums
+  are asynchronous by three flags of the compiler
   (train/claims/layouts/wirings.py); without them it joins both sums of a layer,
   and products wait. The carry has two arrays, not the three of the paper's
   code: what attention gave is added where its layer ends (models/wiring.py).
