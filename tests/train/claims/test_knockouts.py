@@ -284,6 +284,77 @@ def test_what_a_knockout_changes_is_there(path):
       assert experiment.fields(config, fields) != config, knockout.name
 
 
+BOUNDS = {
+  'above', 'at_least', 'at_most', 'below', 'bounds', 'by', 'power', 'within'
+}  # fmt: skip
+ROWS = 'better', 'compare', 'within'  # of [name or names, name, number]
+
+
+def _rows(given):
+  """[(what the names of a row stand for, a number)] of a check's parameters."""
+  arms = given.get('families') or given.get('sets') or {}
+
+  def meant(name):
+    stem, _, way = name.rpartition(', ')
+    return (arms[stem], way) if stem in arms else arms.get(name, name)
+
+  each = lambda x: [meant(n) for n in ([x] if isinstance(x, str) else x)]
+  rows = [r for n in ROWS if isinstance(given.get(n), list) for r in given[n]]
+  return [
+    ([*map(each, row[:2])], row[2])
+    for row in rows
+    if isinstance(row, list) and len(row) == 3 and isinstance(row[1], str)
+  ]
+
+
+def _hollow(claim, knockout):
+  """Why a knock-out says nothing of the mechanism; '': it may say something.
+
+  Args: papers.Claim and papers.Knockout.
+  """
+  given = {k: x for k, x in knockout.change.items() if '.' not in k}
+  now = claim.parameters | given
+  if any(len(a) == 1 and a == b for (a, b), _ in _rows(now)):
+    return 'compares what is one and the same'
+  if given != knockout.change or knockout.off is not contextlib.nullcontext:
+    return ''
+  names = lambda rows: [row[0] for row in rows]
+  moved = names(_rows(now)) == names(_rows(claim.parameters))
+  if all(k in BOUNDS or k in ROWS and _rows(now) and moved for k in given):
+    return 'moves a bound alone'
+  return ''
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_no_knockout_of_a_config_is_hollow(path):
+  module = command_line.load_module(str(path))
+  claims = {claim.name: claim for claim in papers.claims(module, path)}
+  why = {k.name: _hollow(claims[k.claim], k) for k in knockouts.of(module, '')}
+  assert not {name: words for name, words in why.items() if words}
+
+
+def test_hollow_knockouts_are_found():
+  claim = lambda **given: papers.Claim('a', 'LEARN', print, given, None)
+  ask = lambda given, change, *off: _hollow(
+    claim(**given), papers.Knockout('x', 'a', change, *off)
+  )
+  same, moved = 'compares what is one and the same', 'moves a bound alone'
+  sets = {'mine': ['domains', 1], 'other': ['random', 1]}
+  rows = dict(sets=sets, better=[['mine, ensemble', 'other, ensemble', 0.0]])
+  assert ask(rows, {'sets': dict.fromkeys(sets, ['random', 1])}) == same
+  assert not ask(rows, {'sets': sets | {'mine': ['domains', 0]}})
+  assert not ask(rows, {'better': [['other, ensemble', 'dense', 0.0]]})
+  assert ask(rows, {'better': [['dense', 'dense', 0.0]]}) == same
+  assert ask(rows, {'better': [[*rows['better'][0][:2], 9.0]]}) == moved
+  best = dict(families={'a': 1, 'b': 2}, compare=[[['a', 'b'], 'b', 0.0]])
+  assert not ask(best, {'families': {'a': 3, 'b': 2}})
+  assert ask(best, {'compare': [[['b'], 'b', 0.0]]}) == same
+  for bound in ({'within': 1e-9}, {'within': 1e-9, 'at_most': 0.0}):
+    assert ask({'within': 1.0, 'at_most': 1.0}, bound) == moved
+    assert not ask({'within': 1.0}, bound | {'model.num_layers': 3})
+    assert not ask({'within': 1.0}, bound, contextlib.suppress)
+
+
 @pytest.mark.sampled(28)
 @pytest.mark.parametrize('path, off, claim', claim_cases.switched_off('SIM'))
 def test_a_simulated_claim_fails_without_its_mechanism(

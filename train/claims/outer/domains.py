@@ -49,8 +49,10 @@ def still():
 
 
 def unmoved():
-  """Knock-out: experts multiply, each to the power of its prior, as they do
-  where the text so far moves no belief."""
+  """Knock-out: the unnormalised geometric mean of experts, each to the power of
+  its prior: what one that the prior draws, whatever the text, has on average.
+  It is no distribution: of an ensemble in which no text moves a belief a token
+  has the arithmetic mean."""
   total = lambda prior_E, nats_EN: np.exp(prior_E) @ nats_EN
   return knockouts.patched(ensemble, 'total', total)
 
@@ -201,18 +203,31 @@ def _at_random(config, folder):
 PARTS = {'domains': _by_domain, 'random': _at_random}
 
 
-def _dense(config, folder, say):
-  """As ablation.by_loop, of all held-out text."""
-  found = ablation.by_loop(config, folder, say)
-  return found | dict(steps=config.train.steps)
+RATE = 'optimizer.learning_rate'
 
 
-def _trained(run, sets, seeds, fields):
-  """({name: [bits per byte of each seed]}, most CPU-seconds)."""
+def _dense(run, seeds, rates, tuning):
+  """([bits per byte of each seed], most CPU-seconds, the rate) of the dense
+  model at the best of some rates, by the seed `tuning`."""
+  most, own = 0.0, run.config.optimizer.learning_rate
+
+  def bits(rate, seeds):
+    nonlocal most
+    name = 'dense' if rate == own else f'dense {rate:g}'
+    one = {name: experiment.fields(run.config, {RATE: rate})}
+    done = ablation.trained(run, one, seeds)
+    most = max(most, ablation.cpu_seconds(done))
+    return ablation.numbers(done, 'bits_per_byte')[name]
+
+  best = min(rates, key=lambda rate: bits(rate, [tuning]))
+  return bits(best, seeds), most, best
+
+
+def _trained(run, sets, seeds, fields, dense):
+  """({name: [bits per byte of each seed]}, most CPU-seconds, rate of dense)."""
   steps, config = run.config.train.steps, run.config
-  done = ablation.trained(run, {'dense': config}, seeds)
-  found = {'dense': ablation.numbers(done, 'bits_per_byte')['dense']}
-  most = ablation.cpu_seconds(done)
+  bits, most, rate = _dense(run, seeds, **dense)
+  found = {'dense': bits}
   n = len(_by_domain(config, None)[0])
   for name, (parts, share) in sets.items():
     first, label = round(share * steps), f'{parts} {share}'
@@ -233,7 +248,7 @@ def _trained(run, sets, seeds, fields):
       most = max(most, ablation.cpu_seconds(made))
       for way, bits in _bits(made[label][0].record['numbers']).items():
         found.setdefault(f'{name}, {way}', []).append(bits)
-  return found, most
+  return found, most, rate
 
 
 def _bits(numbers):
@@ -246,19 +261,21 @@ def _bits(numbers):
   return {k: -v / math.log(2) / numbers['bytes'] for k, v in nats.items()}
 
 
-def learn(run, *, sets, seeds, fields, better):
+def learn(run, *, sets, seeds, fields, dense, better):
   """LEARN: held-out bits per byte of experts, together and on average, beside
   the dense model, all after the same number of steps.
 
   Args:
     sets: {name: [how the text is split, of PARTS; the seed's share of steps]}.
     seeds: of the trainings. fields: {name: value} of the experts' trainings.
+    dense: {'rates': learning rates of the dense model, 'tuning': the seed by
+      which one is chosen}.
     better: list of [name, name, by]: the first has fewer bits by more than so
       many. A name is 'dense', 'SET, ensemble' or 'SET, average'.
   """
   home = run.shared(SHARED)
   home.replaced = ()  # knock-outs change what becomes of numbers, none of them
-  found, seconds = _trained(home, sets, seeds, fields)
+  found, seconds, rate = _trained(home, sets, seeds, fields, dense)
   run.results.mkdir(parents=True, exist_ok=True)
   run.say(f'wrote {_draw(found, sets, run.results / PICTURE)}')
   c = run.config
@@ -267,7 +284,8 @@ def learn(run, *, sets, seeds, fields, better):
     [ablation.less(found, a, b, by, seconds) for a, b, by in better],
     'bits per byte',
     f'{c.train.steps} steps of {c.train.batch_size * c.data.sequence_length:,} '
-    'tokens, of a seed and of all experts together',
+    f'tokens, of a seed and of all experts together; dense at {rate:g}, the '
+    f'best of {experiment.numbers(dense["rates"], "g")} by another seed',
     seconds,
   )  # fmt: skip
 

@@ -42,6 +42,9 @@ def text(tmp_path_factory):
   return folder
 
 
+ONE = {'rates': [0.01], 'tuning': 0}  # that of the config
+
+
 def run_of(text, folder):
   changes = {
     'model.d_model': 16, 'model.d_ff': 32, 'model.vocab_size': 264,
@@ -89,13 +92,13 @@ def test_experts_of_a_seed(text, tmp_path, monkeypatch):
   run = run_of(text, tmp_path)
   sets = {'half': ['domains', 0.5]}
   train = lambda: domains._trained(
-    run, sets, [0], {'optimizer.warmup_steps': 1}
+    run, sets, [0], {'optimizer.warmup_steps': 1}, ONE
   )
   with monkeypatch.context() as patch:
     patch.setattr(domains.merge, 'write', killed)
     with pytest.raises(SystemExit):
       train()
-  found, _ = train()  # the folder of the average is there, and is empty
+  found, *_ = train()  # the folder of the average is there, and is empty
   assert list(found) == ['dense', 'half, ensemble', 'half, average']
   folder = run.results / 'domains_0.5-0'
   made = {p.name for p in folder.iterdir() if p.is_dir()}
@@ -135,7 +138,7 @@ def test_a_knock_out_reads_the_trainings_of_the_claim(
   off = {k.name: k for k in knockouts.of(module, '')}['posterior']
   run = run_of(text, tmp_path)
   given = dict(
-    sets={'half': ['domains', 0.5]}, seeds=[0], fields={},
+    sets={'half': ['domains', 0.5]}, seeds=[0], fields={}, dense=ONE,
     better=[['half, ensemble', 'dense', 0.0]],
   )  # fmt: skip
   claim = papers.Claim('a', 'LEARN', domains.learn, given, None)
@@ -160,7 +163,7 @@ def test_a_domain_without_text(text, tmp_path):
 
 
 def test_bits_are_judged_seed_by_seed(monkeypatch, tmp_path):
-  """Experts that multiply instead of being believed lose; equal sets too."""
+  """Experts of which one is drawn lose, and those of random splits."""
   module = command_line.load_module('branch_train_merge')
   rng = np.random.default_rng(0)
 
@@ -171,7 +174,8 @@ def test_bits_are_judged_seed_by_seed(monkeypatch, tmp_path):
     for seed in seeds:
       own = rng.gamma(4, 5, (6, 60))  # nats of experts for pieces
       right = np.arange(60) % 6
-      if task and task['parts'] == 'domains':
+      if task and task['parts'] == 'domains':  # at a loss in the others
+        own *= 3
         own[right, np.arange(60)] = 1 + 0.1 * rng.random(60)
       numbers = dict(
         experts=(-own).tolist(), average=[-12.0] * 60, bytes=1000,
@@ -190,9 +194,35 @@ def test_bits_are_judged_seed_by_seed(monkeypatch, tmp_path):
   )
   assert call(split).passed and call(together).passed
   with domains.unmoved():
-    assert not call(together).passed
+    assert not call(split).passed
   assert not call(average).passed
   rows = knockouts.of(module, 'branch_train_merge')
-  same = {k.name: k for k in rows}['domains']
-  assert not call(split | same.change).passed
+  off = {k.name: k for k in rows}['domains']
+  found = call(together | off.change)
+  assert (
+    not found.passed and 'random 0.5, ensemble below dense' == found.expected
+  )
   assert (tmp_path / domains.PICTURE).exists()
+
+
+def test_the_dense_model_has_the_best_of_its_rates(monkeypatch, tmp_path):
+  """By a seed of its own; at the config's rate it is what `dense` was."""
+  run = claim_cases.run_of('branch_train_merge', {}, tmp_path / 'own')
+  seen, of = [], {'dense': 2.4, 'dense 0.005': 2.3, 'dense 0.02': 2.5}
+
+  def trained(run, variants, seeds):
+    ((name, config),) = variants.items()
+    seen.append((name, config.optimizer.learning_rate, tuple(seeds)))
+    bits = lambda seed: {'bits_per_byte': of[name] + 0.01 * seed}
+    record = lambda seed: dict(numbers=bits(seed), cpu_seconds=10.0 + seed)
+    one = lambda seed: type('One', (), dict(record=record(seed)))
+    return {name: [one(seed) for seed in seeds]}
+
+  monkeypatch.setattr(ablation, 'trained', trained)
+  ask = lambda: domains._dense(run, [0, 1], [0.005, 0.01, 0.02], 3)
+  assert ask() == (pytest.approx([2.3, 2.31]), 13.0, 0.005)
+  assert seen[0] == ('dense 0.005', 0.005, (3,))
+  assert seen[1:3] == [('dense', 0.01, (3,)), ('dense 0.02', 0.02, (3,))]
+  assert seen[3] == ('dense 0.005', 0.005, (0, 1))
+  of['dense'] = 2.2
+  assert ask()[2] == 0.01 and seen[-1] == ('dense', 0.01, (0, 1))
