@@ -120,3 +120,15 @@ def test_ways_to_fine_tune_begin_with_one_base(text, tmp_path, monkeypatch):
     for other in (beside, adapted):
       assert np.array_equal(x, other[path]) == (path != 'head'), path
   assert np.any(beside['side/up']) and len(found.measured.split()) == 1
+
+
+def test_a_rate_beyond_those_that_were_tried_is_beside_each_way():
+  """The claim has to hold with it, too."""
+  module = command_line.load_module('unipt')
+  (claim,) = (c for c in papers.claims(module, '') if c.check is side.learns)
+  ways, rate = claim.parameters['families'], 'optimizer.learning_rate'
+  for name in ('side', 'head only'):
+    assert ways[f'{name}, .03'] == ways[name] | {rate: 2 * ways[name][rate]}
+  rows = [(a, b) for a, b, _ in claim.parameters['better']]
+  for own, other in (('side', 'head only'), ('lora', 'side')):
+    assert {(own, other), (own, f'{other}, .03')} <= {*rows}
