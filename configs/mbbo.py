@@ -40,8 +40,9 @@ def claims():
     check=bilevel.hypergradient, seeds=[0, 1, 2], steps=100, within=1e-8
   )
   reached = dict(
-    rates=RATES, tuning=[*range(8, 16)], seeds=[*range(8)], most=4000, to=0.1
-  )
+    tuned={'rates': RATES, 'seeds': [*range(8, 16)]}, seeds=[*range(8)],
+    most=4000, to=0.1,
+  )  # fmt: skip
   blocks = reached | dict(check=bilevel.by_blocks, blocks=[4, 8, 16], B=16)
   samples = reached | dict(
     check=bilevel.by_samples, read=8, samples=[1, 4, 16], power=[-0.5, 0.5],

@@ -68,8 +68,8 @@ def claims():
   )  # fmt: skip
   span = dict(
     check=coding.makespan, n=WORKERS, rounds=150, seeds=[1, 2, 3],
-    fixed=[0.25, 0.5, 1.0, 1.5], told=[0.0, 2.0, 4.0], patience=1.0,
-    grids=GRIDS, at_most=0.84,
+    fixed={'claimed': [0.25, 0.5, 1.0, 1.5], 'told': [0.0, 2.0, 4.0]},
+    patience=1.0, grids=GRIDS, at_most=0.84,
   )  # fmt: skip
   return [
     ('every set of survivors decodes', 'EQ', sets, None),

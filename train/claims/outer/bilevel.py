@@ -173,15 +173,17 @@ def iterations(seed, read, B, rate, most, to):
   return most if found is None else found
 
 
-def _at_best(cases, rates, tuning, seeds, most, to):
+def _at_best(cases, tuned, seeds, most, to):
   """({'I=8, B=4': [iterations of each seed]}, {likewise: its rate of x})."""
   found, best = {}, {}
   with jax.enable_x64(True):
     for read, B in cases:
       count = functools.partial(iterations, read=read, B=B, most=most, to=to)
-      cost = lambda rate, count=count: sum(count(s, rate=rate) for s in tuning)
+      cost = lambda rate, count=count: sum(
+        count(s, rate=rate) for s in tuned['seeds']
+      )
       name = f'I={read}, B={B}'
-      best[name] = min(rates, key=cost)
+      best[name] = min(tuned['rates'], key=cost)
       found[name] = [count(s, rate=best[name]) for s in seeds]
   return found, best
 
@@ -195,17 +197,17 @@ def _outcome(run, found, best, findings, most, to, more=''):
   )  # fmt: skip
 
 
-def by_samples(run, *, read, samples, rates, tuning, seeds, most, to, power):
+def by_samples(run, *, read, samples, tuned, seeds, most, to, power):
   """LEARN: iterations to a norm of the gradient that stays fall with the
   samples of a block, as a power of them.
 
   Args:
-    read: I. samples: list of B. rates: of x. tuning: seeds of problems on which
-      the rate of each B is chosen. seeds: of problems. most: steps. to: the
+    read: I. samples: list of B. tuned: {'rates': of x, 'seeds': of problems on
+      which that of each B is chosen}. seeds: of problems. most: steps. to: the
       norm. power: [what it is, within].
   """
   (slope, within), cases = power, [(read, B) for B in samples]
-  found, best = _at_best(cases, rates, tuning, seeds, most, to)
+  found, best = _at_best(cases, tuned, seeds, most, to)
   slopes = np.polyfit(np.log(samples), np.log([*found.values()]), 1)[0]
   text = f'power of B within {within:g} of {slope:g}'
   left = within - np.abs(slopes - slope)
@@ -214,15 +216,14 @@ def by_samples(run, *, read, samples, rates, tuning, seeds, most, to, power):
   return _outcome(run, found, best, [finding], most, to, more)
 
 
-def by_blocks(run, *, blocks, B, rates, tuning, seeds, most, to):
+def by_blocks(run, *, blocks, B, tuned, seeds, most, to):
   """LEARN: iterations as of `by_samples` fall with the blocks of a step.
 
   Args:
-    blocks: list of I. B: samples. rates, tuning, seeds, most, to: as of
-      `by_samples`.
+    blocks: list of I. B: samples. tuned, seeds, most, to: as of `by_samples`.
   """
   cases = [(read, B) for read in blocks]
-  found, best = _at_best(cases, rates, tuning, seeds, most, to)
+  found, best = _at_best(cases, tuned, seeds, most, to)
   names = [*found]
   findings = [
     ablation.less(found, high, low)

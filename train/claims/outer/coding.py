@@ -227,19 +227,19 @@ def _spans(n, rounds, seeds, fixed, patience, grids):
   return found, best
 
 
-def makespan(run, *, n, rounds, seeds, fixed, told, patience, grids, at_most):
+def makespan(run, *, n, rounds, seeds, fixed, patience, grids, at_most):
   """SIM: time of M-SGC over that of the gradient code, until as many jobs are
   whole; both the best of a grid on a trace of their own.
 
   Args:
     n: workers. rounds: jobs; of a scheme that ends one some rounds late so many
-      rounds more. seeds: of the traces. fixed: list of seconds of a round
-      beside the work, which is 1 second at a load of 1 / n. told: likewise, of
-      which the ratio is told, not judged. patience: as of
+      rounds more. seeds: of the traces. fixed: {'claimed', 'told': lists of
+      seconds of a round beside the work, which is 1 second at a load of 1 / n};
+      what is told is not judged. patience: as of
       `sequential_coding.makespan`. grids: {name of KINDS: parameters}.
   """
   ratios, rows = {}, []
-  for beside in sorted({*fixed, *told}):
+  for beside in sorted({*fixed['claimed'], *fixed['told']}):
     found, best = _spans(n, rounds, seeds, beside, patience, grids)
     ratios[beside] = found['M-SGC'] / found['GC']
     each = (f'{k} {best[k]} {found[k].mean() / rounds:.2f} s' for k in found)
@@ -247,9 +247,9 @@ def makespan(run, *, n, rounds, seeds, fixed, told, patience, grids, at_most):
       f'{beside:g}: {ratios[beside].mean():.3f} '
       f'({experiment.numbers(ratios[beside], ".2f")}), {", ".join(each)}'
     )
-  means = [float(ratios[beside].mean()) for beside in fixed]
+  means = [float(ratios[beside].mean()) for beside in fixed['claimed']]
   return claims.Outcome(
-    f'<= {at_most:g} at {experiment.numbers(fixed)}',
+    f'<= {at_most:g} at {experiment.numbers(fixed["claimed"])}',
     experiment.numbers(means, '.3f'),
     f'{n} workers, {rounds} jobs, {len(seeds)} traces with bursts; by seconds '
     f'of a round beside the work, and seconds a job: {"; ".join(rows)}',

@@ -39,7 +39,12 @@ def test_what_is_touched_is_not_kept():
   assert found == 600 + few + wide
 
 
-GIVEN = dict(rates=[1.0, 2.0, 4.0], tuning=[7], seeds=[0, 1, 2], most=9, to=0.1)
+GIVEN = dict(
+  tuned={'rates': [1.0, 2.0, 4.0], 'seeds': [7]},
+  seeds=[0, 1, 2],
+  most=9,
+  to=0.1,
+)
 
 
 @pytest.fixture

@@ -87,7 +87,8 @@ def test_every_conforming_pattern_is_tried():
 
 def test_a_master_that_waits_for_all_is_seen():
   given = dict(
-    n=64, rounds=60, seeds=[1], fixed=[1.0], told=[], at_most=0.9,
+    n=64, rounds=60, seeds=[1], at_most=0.9,
+    fixed={'claimed': [1.0], 'told': []},
     grids={'GC': [[4], [6]], 'M-SGC': [[4, 5, 12]]},
   )  # fmt: skip
   assert coding.makespan(None, patience=1.0, **given).passed
@@ -104,7 +105,8 @@ def test_as_many_jobs_are_whole_of_every_scheme(monkeypatch):
 
   monkeypatch.setattr(coding.lib, 'makespan', makespan)
   given = dict(
-    n=8, rounds=20, seeds=[1], fixed=[0.0, 0.5], told=[1.0], patience=1.0,
+    n=8, rounds=20, seeds=[1], patience=1.0,
+    fixed={'claimed': [0.0, 0.5], 'told': [1.0]},
     grids={'GC': [[2]], 'M-SGC': [[2, 3, 4]]},
   )  # fmt: skip
   found = coding.makespan(None, at_most=1.8, **given)
