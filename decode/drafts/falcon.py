@@ -10,8 +10,13 @@ of LSTM, k = 2). As in eagle.py, f are the model's features, its embedding and
 head stay as they are, a call first reads the tokens of the call before with the
 model's features, and what it kept of its own drafts is forgotten.
 
-Ours: f_(t-1) is added to what the LSTM gives, and prompts are read by a causal
-mask, in which blocks have no place.
+The k - 1 tokens before those are read again: what was made of them did not see
+the new ones, and a call may have only one. So the first pass of a call reads
+k - 1 + n tokens, of which n are new, and the others k.
+
+Ours: f_(t-1) is added to what the LSTM gives. Prompts are read by a causal
+mask: what a cache keeps of one layer is the same under any, and nothing is made
+of them.
 
 Parameters: 'lstm/0/input' (2 D, 4 D), 'lstm/0/state' (D, 4 D), 'lstm/0/bias',
 'lstm/1/..' (D, 4 D), and those of one layer, by the names of layer 0.
@@ -44,13 +49,12 @@ WIDE = eagle.WIDE
 
 class Pending(NamedTuple):
   """cache: of the draft layer, all tokens of the text but these. memory: (h, c)
-  (B, DEEP, D) of the LSTM, likewise. tail: (B, k - 1, D), what the layer made
-  of the last tokens before these. tokens: (B, C + 1) int32, x: (B, C + 1, D)
-  the features that drew them. n: (B,) int32."""
+  (B, DEEP, D) of the LSTM, likewise. tokens: (B, C + k) int32, x: (B, C + k, D)
+  the features that drew them. n: (B,) int32: k - 1 that are read again, fewer
+  if there are no more, and the new ones behind them."""
 
   cache: Any
   memory: Any
-  tail: Any
   tokens: Any
   x: Any
   n: Any
@@ -107,6 +111,29 @@ def mixed(own, e_BTD, x_BTD, memory):
   return x_BTD.astype(dtype) + jnp.moveaxis(y, 0, 1), each
 
 
+def after(each, memory, n_B):
+  """The memory (h, c) after the first n_B tokens, as it was where that is none.
+
+  Args:
+    each: of `mixed`, after every token. memory: before all.
+  """
+  last, some = jnp.maximum(n_B - 1, 0), (n_B > 0)[:, None, None]
+  return tuple(
+    jnp.where(some, judges.at(jnp.moveaxis(m, 0, 1), last), old)
+    for m, old in zip(each, memory, strict=True)
+  )
+
+
+def behind(old_BT, n_B, stay_B, new_BW):
+  """(B, W, ..): the last stay_B of the first n_B of old, then those of new."""
+  both, width = jnp.concatenate([old_BT, new_BW], 1), old_BT.shape[1]
+
+  def pick(c):
+    return judges.at(both, jnp.where(c < stay_B, n_B, width) - stay_B + c)
+
+  return jnp.stack([pick(c) for c in range(new_BW.shape[1])], 1)
+
+
 def packed_blocks(tokens_BT, lengths_B, first_B):
   """packed.Packed of a lane a row whose last `BLOCK` tokens see each other,
   and those before them by blocks, too, counted from the last."""
@@ -158,40 +185,43 @@ class Falcon(proposal.Method):
 
   def __init__(self, model, width, coupled):
     self.tree, self._layer = trees.chain(width), eagle.layer_of(model)
+    self.lane = width + BLOCK
     self._purpose = 0 if coupled else judges.DRAFT
 
   def start(self, params, tokens_BT, lengths_B, slots, x_BTD):
     layer, own = params.model | params.own, params.own
-    rows, length = tokens_BT.shape
     x = annotate.put(eagle.before(x_BTD), WIDE)
     e = annotate.put(_embedded(self._layer, layer, tokens_BT), WIDE)
-    g, each = mixed(own, e, x, empty(rows, e.shape[-1], e.dtype))
-    made, cache = step.prefill(
+    start = empty(len(e), e.shape[-1], e.dtype)
+    g, each = mixed(own, e, x, start)
+    _, cache = step.prefill(
       self._layer, layer, tokens_BT, lengths_B, slots, lambda e: g
     )
-    made = jnp.pad(annotate.put(made, WIDE), ((0, 0), (BLOCK - 1, 0), (0, 0)))
-    tail = [judges.at(made, lengths_B + i) for i in range(BLOCK - 1)]
-    last = jnp.maximum(lengths_B - 1, 0)
-    memory = tuple(judges.at(jnp.moveaxis(m, 0, 1), last) for m in each)
-    width = self.tree.width + 1
-    none = jnp.concatenate([jnp.zeros_like(tokens_BT[:, :1])] * width, 1)
-    x = jnp.concatenate([jnp.zeros_like(x[:, :1])] * width, 1)
-    n = jnp.zeros_like(lengths_B)
-    return Pending(cache, memory, jnp.stack(tail, 1), none, x, n)
+    again = jnp.minimum(lengths_B, BLOCK - 1)
+    cache = cache_lib.rollback(self._layer, cache, lengths_B - again)
+    memory = after(each, start, lengths_B - again)
+
+    def waits(every):
+      none = [jnp.zeros_like(every[:, :1])] * (self.tree.width + BLOCK)
+      none = jnp.concatenate(none, 1)
+      return behind(every, lengths_B, again, none)
+
+    return Pending(cache, memory, waits(tokens_BT), waits(x), again)
 
   def first(self, own, seen):
-    return self._settled(own, own.cache, own.memory, own.tail, seen)
+    return self._settled(own, own.cache, own.memory, seen)
 
   def propose(self, params, own, token_B, live_B, draws):
     del token_B
     n = jnp.where(live_B, own.n, 0)
-    cache, memory, made = self._pass(
+    cache, each, made = self._pass(
       params, own.cache, own.memory, own.tokens, own.x, n, live_B
     )
-    every = jnp.concatenate([own.tail.astype(made.dtype), made], 1)
-    pick = lambda i: judges.at(every, jnp.maximum(n, 1) - 1 + i)
+    pick = lambda i: judges.at(made, jnp.maximum(n - BLOCK + i, 0))
     outs = jnp.stack([pick(i) for i in range(BLOCK)], 1)
-    read = memory, outs[:, 1:], cache.length
+    stays = jnp.maximum(n - (BLOCK - 1), 0)  # the others are read again
+    read = after(each, own.memory, stays), own.cache.length + stays
+    memory = after(each, own.memory, n)
     tokens, logits = [], []
     while True:
       drawn, z = self._drawn(params, outs, draws, len(tokens))
@@ -200,16 +230,18 @@ class Falcon(proposal.Method):
       if len(tokens) >= self.tree.width:
         break
       block = jnp.full_like(n, BLOCK) * live_B
-      cache, memory, outs = self._pass(
+      cache, each, outs = self._pass(
         params, cache, memory, jnp.stack(drawn, 1), outs, block, live_B
       )
+      memory = after(each, memory, block)
     cut = lambda xs: jnp.stack(xs[: self.tree.width], 1)
     tokens = annotate.put(cut(tokens), proposal.ROWS)
     drafts = judges.Drafts(tokens, jnp.ones_like(tokens, bool), cut(logits))
     return drafts, (own, cache, read)
 
   def _pass(self, params, cache, memory, tokens, x, n, live_B):
-    """The layer over tokens and what drew them -> (cache, memory, outputs)."""
+    """The layer over tokens and what drew them -> (cache, memory after each,
+    outputs)."""
     layer, own = params.model | params.own, params.own
     e = annotate.put(_embedded(self._layer, layer, tokens), WIDE)
     g, each = mixed(own, e, x, memory)
@@ -218,13 +250,7 @@ class Falcon(proposal.Method):
     made, flight = self._layer.step(layer, cache, packed, form, lambda e: g)
     sound = jnp.isfinite(made).all(-1) & (packed.request < len(live_B))
     cache = self._layer.commit(cache, flight, form, sound)
-    last = jnp.maximum(n - 1, 0)
-    after = (judges.at(jnp.moveaxis(m, 0, 1), last) for m in each)
-    some = (n > 0)[:, None, None]
-    memory = tuple(
-      jnp.where(some, a, b) for a, b in zip(after, memory, strict=True)
-    )
-    return cache, memory, annotate.put(made, WIDE)
+    return cache, each, annotate.put(made, WIDE)
 
   def _drawn(self, params, outs, draws, first):
     """([tokens (B,)], [logits (B, V)]) of the places from `first` on."""
@@ -240,7 +266,7 @@ class Falcon(proposal.Method):
     return tokens, z
 
   def settle(self, held, seen):
-    own, cache, (memory, tail, length) = held
+    own, cache, (memory, length) = held
     moved = seen.n > 0
     length = jnp.where(moved, length, own.cache.length)
     cache = cache_lib.rollback(self._layer, cache, length)
@@ -248,11 +274,16 @@ class Falcon(proposal.Method):
     memory = tuple(
       jnp.where(some, a, b) for a, b in zip(memory, own.memory, strict=True)
     )
-    tail = jnp.where(some, tail.astype(own.tail.dtype), own.tail)
-    return self._settled(own, cache, memory, tail, seen)
+    return self._settled(own, cache, memory, seen)
 
-  def _settled(self, own, cache, memory, tail, seen):
-    """The new tokens wait for the next call, with what drew them."""
+  def _settled(self, own, cache, memory, seen):
+    """The new tokens wait for the next call, with what drew them, behind the
+    last k - 1 of those before."""
     tokens, n = proposal.waiting(own.tokens, own.n, seen)
     x = eagle.waiting(own.x, seen)
-    return Pending(cache, memory, tail, tokens, x, n)
+    stay = jnp.where(seen.n > 0, jnp.minimum(own.n, BLOCK - 1), 0)
+    tokens = annotate.put(
+      behind(own.tokens, own.n, stay, tokens), proposal.ROWS
+    )
+    x = annotate.put(behind(own.x, own.n, stay, x), WIDE)
+    return Pending(cache, memory, tokens, x, n + stay)

@@ -2,7 +2,7 @@
 
 The loops below have no cache: before every call they read the whole text again,
 draft, and keep what the model's own greedy tokens are. As many tokens must come
-of every call.
+of every call, and chains must hold the same drafts.
 """
 
 import functools
@@ -19,13 +19,18 @@ from paraxis.configs.base import decode as decode_fields
 from paraxis.decode import judges
 from paraxis.decode import loop
 from paraxis.decode import methods
+from paraxis.decode import proposal
+from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.decode import trees
 from paraxis.decode.drafts import distill
 from paraxis.decode.drafts import drafters
 from paraxis.decode.drafts import eagle
+from paraxis.decode.drafts import falcon
 from paraxis.decode.drafts import heads
+from paraxis.models import batch as batch_lib
 from paraxis.models import build
+from paraxis.models.mixers import packed
 from paraxis.models.mixers import slots
 
 V, D, NEW, ROOM = 12, 16, 20, 48
@@ -45,6 +50,7 @@ class Plain:
     self.made, self.model, self.own = made, made.built.model, own
     self.run = jax.jit(self._run, static_argnames='layers')
     self.continued = jax.jit(self._continued)
+    self.paired = jax.jit(self._paired)
 
   def _run(self, params, tokens, length, layers=0):
     model = drafters.first_layers(self.model, layers)
@@ -58,6 +64,37 @@ class Plain:
       eagle.begin(own, x[None]),
     )  # fmt: skip
     return x[0], layer.logits(params, x)[0]
+
+  def _paired(self, params, own, tokens, length, x):
+    """As `_continued`, behind an LSTM of two layers, where the last two tokens
+    see each other; those before have a causal mask."""
+    layer, ones = eagle.layer_of(self.model), jnp.ones((1, ROOM), jnp.int32)
+    e = layer.embed(
+      params, batch_lib.Batch(tokens[None], None, ones, ones, None, None)
+    )[0]
+    h, c, g = jnp.zeros((2, D)), jnp.zeros((2, D)), []
+    for t in range(ROOM):
+      u = jnp.concatenate([e[t], x[t]])
+      for i in range(2):
+        w, r, b = (own[f'lstm/{i}/{n}'] for n in ('input', 'state', 'bias'))
+        enter, keep, out, new = jnp.split(u @ w + h[i] @ r + b, 4)
+        keep = jax.nn.sigmoid(keep + 1) * c[i]
+        c = c.at[i].set(keep + jax.nn.sigmoid(enter) * jnp.tanh(new))
+        u = jax.nn.sigmoid(out) * jnp.tanh(c[i])
+        h = h.at[i].set(u)
+      g.append(x[t] + u)
+    place, zeros = jnp.arange(ROOM)[None], 0 * ones
+    given = packed.Packed(
+      tokens[None], jnp.where(place < length, 0, 1),
+      jnp.where(place < length, place, 0), place + (place == length - 2), zeros,
+      zeros, ones.astype(jnp.uint32),
+    )  # fmt: skip
+    made, _ = layer.step(
+      params | own, layer.init_cache(1, ROOM), given,
+      (packed.Group(1, ROOM, fresh=True, tree=True),),
+      lambda _: jnp.stack(g)[None],
+    )  # fmt: skip
+    return made[0], layer.logits(params, made)[0]
 
   def read(self, text, layers=0):
     """(features, logits) of every token."""
@@ -135,9 +172,27 @@ def own_features(plain, text, window, count):
   return [out]
 
 
+def pairs_of_features(plain, text, window, count):
+  """A layer that makes two features a pass, of the model's, then of its own."""
+  x, now = np.zeros((ROOM, D)), list(text)
+  x[1 : len(text)] = plain.read(text[:-1])[0][: len(text) - 1]
+  while len(now) < len(text) + count:
+    tokens = jnp.asarray([*now, *[0] * (ROOM - len(now))], jnp.int32)
+    with build.use(plain.made.built):
+      made, z = plain.paired(
+        plain.made._params, plain.own, tokens, jnp.int32(len(now)),
+        jnp.asarray(x),
+      )  # fmt: skip
+    last = slice(len(now) - 2, len(now))
+    x[len(now) : len(now) + 2] = made[last]
+    now += np.argmax(z[last], -1).tolist()
+  return [now[len(text) :][:count]]
+
+
 def calls(plain, prompt, drafts, count, after=None):
-  """(text, [tokens that each call made])."""
+  """(text, [tokens that each call made], [a path of its drafts])."""
   text, made, window = [*prompt, plain.greedy(prompt)], [], []
+  tried = []
   while len(text) - len(prompt) < NEW:
     wanted, best = [], 0
     paths = drafts(plain, text, window, count)
@@ -153,7 +208,8 @@ def calls(plain, prompt, drafts, count, after=None):
       after(plain, text, window, new, count)
     text += wanted[:new]
     made.append(new)
-  return text[len(prompt) :], made
+    tried.append(paths[0])
+  return text[len(prompt) :], made, tried
 
 
 @functools.cache
@@ -162,8 +218,9 @@ def draft_of(kind):
   made = module_cases.generator('F')
   rng = np.random.default_rng(3)
   own = heads.initial(2, D, 2)
-  if kind == 'eagle':
-    own = eagle.initial(made.built.model, made._params)
+  if kind in ('eagle', 'falcon'):
+    begun = dict(eagle=eagle.initial, falcon=falcon.initial)[kind]
+    own = begun(made.built.model, made._params)
   spread = 0.02 if kind == 'eagle' else 0.2
   own = {
     n: np.asarray(x) + rng.normal(0, spread, x.shape) for n, x in own.items()
@@ -182,6 +239,7 @@ CASES = {
     dict(drafts=12),
   ),
   'eagle': (own_features, None, dict(drafts=3)),
+  'falcon': (pairs_of_features, None, dict(drafts=3)),
 }  # fmt: skip
 
 
@@ -195,12 +253,17 @@ def test_calls_are_those_of_a_plain_loop(method, tmp_path):
     heads.save(path, about, own)
     options = options | dict(draft=path)
   found = made.generate(
-    PROMPTS, max_new_tokens=NEW, temperature=0.0, method=method, **options
-  )
+    PROMPTS, max_new_tokens=NEW, temperature=0.0, method=method, trace=True,
+    **options,
+  )  # fmt: skip
   plain, several = Plain(made, own), 0
   for prompt, row in zip(PROMPTS, found, strict=True):
-    text, made_by = calls(plain, prompt, drafts, options['drafts'], after)
+    text, made_by, tried = calls(
+      plain, prompt, drafts, options['drafts'], after
+    )
     assert row['tokens'] == text
+    if method != 'medusa':  # of a tree the trace has the path that was taken
+      assert row['trace'].canvas[:, :-1].tolist() == tried
     wanted = np.bincount(np.array(made_by), minlength=len(row['lengths']))
     # The first token comes with the prompt.
     assert sum(made_by) == NEW - 1
@@ -373,3 +436,54 @@ def test_what_is_held_true_of_a_method_is_true_of_each_judge():
   drafting = {*methods.READ_BY['drafts']} - {'pearl'}
   for name, (_, claim) in decode_fields.METHODS.items():
     assert (claim == f'lossless {held}') == (name in drafting), name
+
+
+@pytest.mark.parametrize('length', (1, 2, 7))
+def test_the_first_draft_of_falcon_has_read_the_last_token(length):
+  """Two rows of one text, of whose last call, each, one token is another; the
+  first time it follows the prompt."""
+  made = module_cases.generator('F')
+  with build.use(made.built):
+    _reads_the_last_token(made, length)
+
+
+def _reads_the_last_token(made, length):
+  model, (_, own) = made.built.model, draft_of('falcon')
+  params = proposal.Params(made._params, own)
+  method = falcon.Falcon(model, 4, coupled=True)
+  form, values = sampling.check(schema.Decode(temperature=0.0), V)
+  row, live = jnp.arange(2, dtype=jnp.uint32), jnp.ones(2, bool)
+  draws = judges.Draws(form, values, row, row)
+  x = np.random.default_rng(2).normal(size=(1, ROOM, D)).repeat(2, 0)
+  tokens = jnp.asarray([[*PROMPTS[0], 0]] * 2, jnp.int32)
+
+  def seen(ids):
+    one, at = jnp.ones(2, jnp.int32), jnp.zeros((2, 5), jnp.int32)
+    new = at.at[:, 0].set(jnp.asarray(ids, jnp.int32))
+    return proposal.Seen(new, one, at, jnp.asarray(x[:, 9:14]), None, draws)
+
+  def drafted(own):
+    drafts, held = method.propose(params, own, None, live, draws)
+    return drafts.logits, held
+
+  lengths = jnp.full(2, length, jnp.int32)
+  x_BTD = jnp.asarray(x[:, : tokens.shape[1]])
+  begun = method.start(params, tokens, lengths, ROOM, x_BTD)
+  z, _ = drafted(method.first(begun, seen([3, 4])))
+  assert (np.abs(z[0] - z[1]).max(-1) > 1e-6).all(), z
+  z, held = drafted(method.first(begun, seen([3, 3])))
+  assert (z[0] == z[1]).all()
+  z, _ = drafted(method.settle(held, seen([3, 4])))
+  assert (np.abs(z[0] - z[1]).max(-1) > 1e-6).all(), z
+
+
+def test_a_row_has_room_for_what_falcon_reads_again(tmp_path):
+  """8 tokens a call, of 7 that the cache may hold."""
+  made, path = module_cases.generator('F'), str(tmp_path / 'draft.npz')
+  heads.save(path, *draft_of('falcon'))
+  given = dict(max_new_tokens=4, temperature=0.0, cache_length=7)
+  want, found = (
+    made.generate([[1, 2, 3]], **given, **how)
+    for how in ({}, dict(method='falcon', drafts=6, draft=path))
+  )
+  assert found[0]['tokens'] == want[0]['tokens']
