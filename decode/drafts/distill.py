@@ -212,8 +212,9 @@ def accuracy(model, params, own, found, kind, words=None, choices=10, size=256):
   """((how often choice r of head k is the model's, r < choices), ...).
 
   Of eagle: of its k-th draft, after the text's own tokens; of ppd: of prompt
-  token k; of falcon: of each pass. found, words: as for `fit`. A draft of fewer
-  words has as many choices as words.
+  token k; of falcon: of its k-th draft, of two passes, where a block behind a
+  wrong one has the model's features. found, words: as for `fit`. A draft of
+  fewer words has as many choices as words.
   """
   few = model.config.vocab_size if words is None else len(words)
   choices = min(choices, few)
@@ -232,8 +233,10 @@ def accuracy(model, params, own, found, kind, words=None, choices=10, size=256):
   count: Any = n
   if kind in losses_lib.ROWS:
     count = n * found.x.shape[1]
-  if kind == 'falcon':  # likewise the last ones of a row, of every pass
-    count = n * (found.x.shape[1] - falcon.BLOCK + 1)
+  if kind == 'falcon':  # of every pass
+    length = found.x.shape[1]
+    each = [len(range(length)[s]) for s in losses_lib.falcon_places(length)]
+    count = n * np.tile(each, losses_lib.PASSES)[:, None]
   if kind == 'ppd':  # the last tokens of a row have no targets
     count = count - n * (1 + np.arange(len(total))[:, None])
   return tuple(map(tuple, (total / count).tolist()))

@@ -151,10 +151,20 @@ def _falcon_loss(model, words):
   return loss
 
 
+def falcon_places(length):
+  """[slice of a row's places that are i-th of their block and have a target],
+  i < BLOCK: a pass draws draft i + 1 there."""
+  k = falcon.BLOCK
+  return [slice((length + i) % k, length - k + 1, k) for i in range(k)]
+
+
 def _falcon_hits(model, words, top, own, params, x, choice, tokens):
-  """As `_eagle_hits`, of each pass."""
-  passes = _falcon_passes(model, words, own, params, x, choice, tokens)
-  return jnp.stack([top(z, y).sum((0, 1)) for _, z, y in passes])
+  """As `_eagle_hits`, of the drafts of each pass."""
+  out, places = [], falcon_places(choice.shape[1])
+  for _, z, y in _falcon_passes(model, words, own, params, x, choice, tokens):
+    right = top(z, y)
+    out += [right[:, at].sum((0, 1)) for at in places]
+  return jnp.stack(out)
 
 
 def _hits(model, words, top, own, params, x, y):

@@ -153,7 +153,8 @@ def test_accuracy_is_a_plain_loop(made):
 
 @pytest.mark.parametrize('words', (None, np.arange(1, V)))
 def test_a_falcon_that_is_always_right_is_told_so(made, words):
-  """The last token of a row has nothing behind it to be right about."""
+  """The last token of a row has nothing behind it to be right about. Where
+  only the first drafts of blocks are right, only those are told so."""
   model, params, text = made
   found = distill.features(model, params, text, 0, RECIPE.rows)
   own = falcon.initial(model, params)
@@ -164,7 +165,11 @@ def test_a_falcon_that_is_always_right_is_told_so(made, words):
   choice = np.pad(best[:, : 1 - falcon.BLOCK], ((0, 0), (1, 0)))
   found = found._replace(choice=choice.astype(np.int32))
   got = distill.accuracy(model, params, own, found, 'falcon', words, choices=1)
-  assert got[0] == (1.0,)
+  assert got[:2] == ((1.0,), (1.0,))
+  choice[:, choice.shape[1] - 2 :: -2] = -1  # the second ones have targets
+  found = found._replace(choice=choice.astype(np.int32))
+  got = distill.accuracy(model, params, own, found, 'falcon', words, choices=1)
+  assert got[:2] == ((1.0,), (0.0,))
 
 
 @pytest.mark.parametrize(
