@@ -19,9 +19,11 @@ differs: trained for 600 steps of 512 tokens, mostly the model's own
   end. A chain of 4 drafts, no tree, against a tree of 24. The layer begins as
   the model's last one, which reads features after the final norm. It learns
   choices by cross entropy, and features at a tenth of it (the paper: the other
-  way round), once from the model's features and once from its own (EAGLE-3,
-  arXiv:2503.01840, takes more passes, and features of several layers). No time
-  is measured.
+  way round), once from the model's features and once from its own before all
+  tokens, so that keys of the text are of its own too, which no call has (ours;
+  EAGLE-3, arXiv:2503.01840, keeps the model's for the text, learns from its own
+  for the last tokens alone, in more passes, and reads features of several
+  layers). No time is measured.
 """
 
 from paraxis.configs import presets

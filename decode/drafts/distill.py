@@ -211,9 +211,10 @@ def _begun(model, params, tokens_NT, kind, recipe):
 def accuracy(model, params, own, found, kind, words=None, choices=10, size=256):
   """((how often choice r of head k is the model's, r < choices), ...).
 
-  Of eagle: of its k-th draft, after the text's own tokens; of ppd: of prompt
-  token k; of falcon: of its k-th draft, of two passes, where a block behind a
-  wrong one has the model's features. found, words: as for `fit`. A draft of
+  Of eagle: of its first draft, then of one pass more each over all tokens, from
+  its own features alone (losses.py), not of further drafts; of falcon: of each
+  draft of its first pass, then of a second one likewise, but for blocks behind
+  wrong ones; of ppd: of prompt token k. found, words: as for `fit`. A draft of
   fewer words has as many choices as words.
   """
   few = model.config.vocab_size if words is None else len(words)

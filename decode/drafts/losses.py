@@ -2,9 +2,10 @@
 
 Medusa weights head k by .8^k (Cai et al., arXiv:2401.10774), and so do prompt
 tokens. The layers of eagle and falcon also learn the features themselves
-(EAGLE, arXiv:2401.15077), and to go on from their own: a second pass, where the
-features before a token are the layer's (the training-time test of EAGLE-3,
-arXiv:2503.01840, of one more pass).
+(EAGLE, arXiv:2401.15077), and to go on from their own: a second pass, which is
+ours, where the features before every token are the layer's, so keys of the text
+too are made of them. In decoding those are of the model's features, and only
+drafts have the layer's (EAGLE-3, arXiv:2503.01840, trains that).
 
 Legend: N, B rows, T tokens, K heads, M tokens of all rows, m prompt tokens, D
 model width, V vocabulary.
@@ -100,7 +101,8 @@ def _continued(layer, own, params, tokens_BT, x_BTD):
 
 def _eagle_loss(model, words):
   """Cross entropy, and a tenth of the distance to the model's features, once
-  with the model's features before each token and once with the layer's own."""
+  with the model's features before each token and once with the layer's own
+  before all of them."""
   layer = eagle.layer_of(model)
 
   def loss(own, params, x_BTD, choice_BT, tokens_BT):
@@ -174,7 +176,8 @@ def _hits(model, words, top, own, params, x, y):
 
 
 def _eagle_hits(model, words, top, own, params, x, choice, tokens):
-  """How often each choice of the first drafts is the model's."""
+  """How often each choice is the model's: of first drafts, then where the
+  features before every token are the layer's, of the pass before."""
   layer, before, out = eagle.layer_of(model), eagle.before(x), []
   for _ in range(DEPTH):
     after = _continued(layer, own, params, tokens, before)
