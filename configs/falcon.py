@@ -15,14 +15,17 @@ expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
   where a call followed one that made a single token.
 differs: trained for 400 steps of 512 tokens, mostly the model's own
   (medusa.py): the two drafts of its first pass are the model's choice for .17
-  of held-out tokens, on average (the second one is of a token further),
-  and its loss still falls (7.6 to 4.1), so nothing is said about layers that
-  are trained to the end, as the paper's. Chains of drafts, two a pass, no tree,
+  of held-out tokens, on average (the second one is of a token further), and its
+  loss still falls (7.6 to 4.1), so nothing is said about layers that are
+  trained to the end, as the paper's. Chains of drafts, two a pass, no tree,
   against a tree of 24. The features before a token are added to what the LSTM
-  gives. Glancing: in a second pass of training blocks that were wrong get the
-  model's features, all of them (the paper: a share that follows the number of
-  errors). Choices by cross entropy, features at a tenth of it (the paper: the
-  other way round). No time is measured.
+  gives. No glancing: a second pass of training has the layer's own features or,
+  behind blocks that were wrong, the model's; both passes are learned. (The
+  paper's first pass only counts errors. Its second one has the model's features
+  and, in random places, as many as a share of the errors that falls with the
+  epochs, the target's tokens and features, k ahead; it alone is learned.)
+  Choices by cross entropy, features at a tenth of it (the paper: the other way
+  round). No time is measured.
 """
 
 from paraxis.configs import presets

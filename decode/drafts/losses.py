@@ -121,8 +121,13 @@ def _eagle_loss(model, words):
 
 def _falcon_passes(model, words, own, params, x, choice, tokens):
   """(features, logits, targets) of a pass with the model's features before each
-  token, then of one with the layer's own, but in blocks that were wrong
-  (Falcon's glancing distillation, arXiv:2412.12639; there a share of them)."""
+  token, then of one with the layer's own, but in blocks that were wrong.
+
+  No glancing distillation (Falcon, arXiv:2412.12639, section 3.2), whose first
+  pass only counts errors: the second one, which alone is learned, has the
+  model's features, and at random places, a share of that count, the target's
+  token and feature, k ahead.
+  """
   layer, y = eagle.layer_of(model), falcon.shifted(choice, -1)
   before = right = eagle.before(x)
   for _ in range(PASSES):
