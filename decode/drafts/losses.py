@@ -7,6 +7,9 @@ ours, where the features before every token are the layer's, so keys of the text
 too are made of them. In decoding those are of the model's features, and only
 drafts have the layer's (EAGLE-3, arXiv:2503.01840, trains that).
 
+Cross entropy is of the model's most likely token, not of its distribution, and
+features have no noise on them (the papers of eagle and falcon: +-.1).
+
 Legend: N, B rows, T tokens, K heads, M tokens of all rows, m prompt tokens, D
 model width, V vocabulary.
 """
