@@ -30,10 +30,11 @@ differs: three heads of one block each, 997,056 parameters, trained for 2,000
   most likely, also together with it (the paper: the text's own tokens). The
   head is the model's own, frozen (the paper copies it for each). Trees are
   judged by replay, greedily and drawn, which is ours; the paper's typical
-  acceptance changes the distribution. No time is measured. Medusa-2 is of a
-  small model of 3 layers and 2,048 words, whose heads share its own head; 2.53
-  and 2.47 are of trees shaped by the text of the prompts: a tenth of the other
-  text shapes them now.
+  acceptance changes the distribution, and our token behind what it keeps is a
+  draw of p (the paper: the most likely one). No time is measured. Medusa-2 is
+  of a small model of 3 layers and 2,048 words, whose heads share its own head;
+  2.53 and 2.47 are of trees shaped by the text of the prompts: a tenth of the
+  other text shapes them now.
 """
 
 from paraxis.configs import presets

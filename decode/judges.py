@@ -19,7 +19,8 @@ drafts and adds one token, so every call makes at least one.
     typical     keeps the longest path of drafts that p finds likely enough,
                 p(x) > min(.09, .3 exp(-entropy of p)) (Medusa,
                 arXiv:2401.10774; the numbers of its code): NOT the distribution
-                of p.
+                of p. The token behind them is a draw of p, which is ours (the
+                paper: p's most likely one).
 
 `lossless` is what tests hold a judge to.
 Legend: B rows, C drafts, D drafts of the longest path, V vocabulary.

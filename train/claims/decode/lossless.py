@@ -5,8 +5,8 @@ of decoding one by one. With the judge `rejection` its distribution is the same:
 the joint of a few tokens over a small vocabulary is counted and compared, by
 chi-square, with the model's, multiplied out without a cache. A judge that is
 wrong by a little must fail by the same count (the knock-outs here). One that
-changes the distribution (`typical`) is compared with the joint that its rule
-gives, followed call by call.
+changes the distribution (`typical`) is compared with the joint that its rule,
+as judges.py has it, gives, followed call by call.
 
 Models are the config's, with random parameters; random drafts have random
 parameters too: what is lossless does not depend on how good a draft is.
