@@ -6,7 +6,7 @@ test: tests/decode/test_methods.py, tests/train/claims/decode/test_makespan.py
 run: paraxis reproduce pearl
 cost: 80 CPU-seconds
 expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by
-  one, float64, two patterns; the joint of 4 tokens, chi-square p .018 (the
+  one, float64, two patterns; the joint of 4 tokens, chi-square p .003 (the
   texts are the same, so it is that of one by one); SIM, direction only, 1.32 to
   1.35 x plain speculation at its best length, acceptance .95, c = 4 to 10 (the
   paper: 1.52, measured); at .9: 1.22 to 1.32, at .8: 1.06 to 1.25, at .6: .92
