@@ -106,7 +106,7 @@ def _one_replica(sharding, number):
   """
   if not isinstance(sharding, jax.NamedSharding):
     return sharding
-  mesh = sharding.mesh
+  mesh: Any = sharding.mesh
   used = {n for names in sharding.spec if names for n in np.atleast_1d(names)}
   sizes = [1 if n in used else mesh.shape[n] for n in mesh.axis_names]
   at = np.unravel_index(number % math.prod(sizes), sizes)
