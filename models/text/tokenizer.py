@@ -283,7 +283,8 @@ class Tokenizer(special.Special):
     if config.get('add_bos_token') is True:
       self.first = self._special.get(stated_token(config, 'bos_token'))
     begin = config.get(BEGINS_WITH)
-    if isinstance(begin, list) and {*begin} <= {*self._special}:
+    named = [*self._special]  # a list: what it is compared with may be anything
+    if isinstance(begin, list) and all(text in named for text in begin):
       self.prefix = tuple(self._special[text] for text in begin)
     self.last = self.first_special([stated_token(config, END_TOKEN)])
     if self.last is None:
