@@ -6,12 +6,14 @@ test: tests/train/steps/test_replicas.py,
   tests/train/claims/outer/test_equations.py,
   tests/train/claims/outer/test_exchanges.py
 run: paraxis reproduce co2
-cost: 1,000 CPU-seconds
+cost: 1,300 CPU-seconds
 expect: HLO 12 times fewer bytes, a sum first read 12 steps after it was sent;
   EQ the equations in NumPy, no number above the clip; SIM messages of up to a
-  round are hidden; LEARN NOT REPRODUCED (1% was asked): 2.744 bits per byte at
-  an outer rate of .5, local SGD 2.510, 9.4% above. At rate 1 the penalty is all
-  that keeps it: 2.809, and 3.230 without.
+  round are hidden; LEARN, 3 seeds, NOT REPRODUCED (1% was asked): 2.748 bits
+  per byte at an outer rate of .5, local SGD 2.513, 9.3% above. At rate 1 the
+  penalty is what keeps it: 2.810, and 3.198 without; but half the rate does as
+  well without it, 2.756: that the penalty is better is NOT REPRODUCED (.3%
+  +-.7%).
 differs: 154 thousand parameters, 4 replicas, 12 steps a round. The paper's
   own form of the penalty for a stale sum was not at hand; here it is 1 + the
   distance that the anchor has moved, in lengths of what arrives, after
@@ -19,8 +21,7 @@ differs: 154 thousand parameters, 4 replicas, 12 steps a round. The paper's
   momentum, and drops it. A sum that is a round late is as a gradient that is
   late: where replicas reach their minimum within a round, z^2 - z + rate = 0
   leads from round to round, whose roots at rate 1 do not decay, and at .5 do.
-  The penalty lowers the rate: the better of two rates with it is beside both
-  without.
+  The penalty lowers the rate, too.
 """
 
 from paraxis.configs import presets
@@ -67,7 +68,11 @@ def claims():
   same = dict(
     compare=[[['CO2', 'CO2 .5'], 'mean of 12', 0.01]], admits='not reproduced'
   )
-  penalty = dict(compare=[[['CO2', 'CO2 .5'], name, 0.0] for name in PLAIN])
+  kept = dict(compare=[[['CO2'], 'CO2, no penalty', 0.0]])
+  penalty = dict(
+    compare=[[['CO2', 'CO2 .5'], name, 0.0] for name in PLAIN],
+    admits='not reproduced',
+  )
   return [
     ('exchanges equal the equations', 'EQ', numpy, None),
     ('one exchange a round', 'HLO', sent, None),
@@ -75,6 +80,7 @@ def claims():
     ('the momentum is clipped', 'EQ', clips, None),
     ('messages are hidden', 'SIM', hidden, 'fully, at 80 Gbit/s'),
     ('as local SGD', 'LEARN', learned | same, 'as good'),
+    ('at rate 1 better with the penalty', 'LEARN', learned | kept, None),
     ('better with the penalty', 'LEARN', learned | penalty, 'better'),
   ]
 
@@ -83,18 +89,18 @@ def knockouts():
   """No penalty; an exchange in every step; at once; no clip."""
   from paraxis.train.claims.outer import exchanges
 
-  numpy, sent, unread, clips, hidden, _, penalty = (
+  numpy, sent, unread, clips, hidden, _, kept, _ = (
     name for name, *_ in claims()
   )
   at_once = {'outer.delay': 0, 'outer.penalty': False}
-  name = 'CO2, switched off'
-  loops = {n: presets.REPLICAS[n] for n in PLAIN} | {name: LOOP}
-  off = dict(families=loops, compare=[[[name], plain, 0.0] for plain in PLAIN])
+  name, (plain, _) = 'CO2, switched off', PLAIN
+  loops = {name: LOOP, plain: presets.REPLICAS[plain]}
+  off = dict(families=loops, compare=[[[name], plain, 0.0]])
   return [
     ('full_weight', numpy, exchanges.without_penalty),
     ('period', sent, {'outer.period': 1, 'outer.delay': 1}),
     ('delay', unread, at_once),
     ('dropped', clips, exchanges.without_clip),
     ('late', hidden, at_once),
-    ('no_penalty', penalty, exchanges.without_penalty, off),
+    ('no_penalty', kept, exchanges.without_penalty, off),
   ]
