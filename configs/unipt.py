@@ -16,9 +16,9 @@ differs: pieces of text for images with text, 198 thousand parameters and 800
   token reads those before it: the paper reads whole rows, which are what the
   last token, asked for the domain, sees. Rates were chosen on a fourth seed of
   .005 and .015 for each way (LoRA .002, too, without a head); as the head alone
-  and the side network took the upper one, .03 is beside them on the three. All
-  ways learn the head: six of its rows are of bytes that no text has. It is not
-  decoded with: it has no cache.
+  and the side network took the upper one, .03 is beside them on the three, with
+  .459 and .300. All ways learn the head: six of its rows are of bytes that no
+  text has. It is not decoded with: it has no cache.
 """
 
 from paraxis.configs import presets
