@@ -12,15 +12,16 @@ expect: EQ 1e-15 of 2 x 2 x 2; SIM bubbles of 14, 18 and 21% on 280, 350 and 420
   group eight; 530B predicted to take 41 GB of 80 on 2,240 chips, 28 by ZeRO-1;
   AOT, which needs libtpu, 64 GiB of 95 on 1,024 chips of v5p; LEARN, 3 seeds,
   equal tokens: 3.110 bits per byte with a batch that grows from 2 to 16 rows,
-  3.186 with 16 throughout, 0.075 +-0.019 less.
+  3.185 with 16 throughout, 0.074 +-0.019 less; NOT REPRODUCED, the opposite,
+  where steps are as many too: 10 rows throughout have 3.011 and 3.062 on the
+  two seeds that were trained, beside 3.088 and 3.095.
 differs: the learning rate and the batch ramp (32 rows every 100 steps) follow
   steps, not tokens. The growing batch is judged on a model of 1 million
   parameters that takes 190 steps with it and 120 without, at one learning rate:
-  it may gain by its additional steps, and does if knock-out `even`, 10 rows for
-  192 steps, still holds. Warm-up and decay are the defaults. Compiled with 16
-  stages, because 35 fill no torus of this topology: 105 layers leave 7 of 112
-  places empty. State in float32. A TPU compiler may undo our reduce-scatters
-  (seen, not claimed). No throughput.
+  its gain is that of additional steps. Warm-up and decay are the defaults.
+  Compiled with 16 stages, because 35 fill no torus of this topology: 105 layers
+  leave 7 of 112 places empty. State in float32. A TPU compiler may undo our
+  reduce-scatters (seen, not claimed). No throughput.
 """
 
 from paraxis.configs import presets
@@ -38,11 +39,15 @@ SMALL = {
   'optimizer.warmup_steps': 20, 'train.batch_size': 16,
   'train.eval_batches': 4, 'train.remat': 'none', 'checkpoint.every': 200,
 }  # fmt: skip
-# 1,920 rows: 2 more every 20 steps from 2 on, and 16 from the start on.
+# 1,920 rows: 2 more every 20 steps from 2 on, and 16 from the start on, or 10.
+EVEN = 'as many steps'
 RAMPS = {
   'ramp': {'train.batch_ramp': '2:2:20', 'train.steps': 190},
   'constant': {'train.batch_ramp': '', 'train.steps': 120},
-}
+  EVEN: {
+    'train.batch_ramp': '', 'train.batch_size': 10, 'train.steps': 192
+  },
+}  # fmt: skip
 
 
 def get_config():
@@ -106,7 +111,7 @@ def claims():
   )  # fmt: skip
   ramped = dict(
     check=families.learn, families=RAMPS, fields=SMALL, seeds=[0, 1, 2],
-    better=[['ramp', 'constant', 0.0]],
+    better=[['ramp', 'constant', 0.0], ['ramp', EVEN, 0.0]], admits='opposite',
   )  # fmt: skip
   return [
     ('equal to one device', 'EQ', equal, None),
@@ -115,14 +120,13 @@ def claims():
     ('hosts that a data group spans', 'SIM', host('data', 8), None),
     ('530B in 80 GB, ZeRO 0 and 1', 'SIM', fits, None),
     ('530B on 1,024 chips', 'AOT', compiled, None),
-    ('a growing batch, equal tokens', 'LEARN', ramped, None),
+    ('a growing batch, equal tokens and steps', 'LEARN', ramped, None),
   ]
 
 
 def knockouts():
   """Neighbours on the axis tensor are far apart; no stages; stages that keep
-  all they compute; a batch that is not split, or is 10 rows throughout, which
-  are as many steps and tokens as those of the ramp."""
+  all they compute; a batch that is not split."""
   from paraxis.train.claims.layouts import memory
   from paraxis.train.claims.pipeline import schedules
 
@@ -132,13 +136,10 @@ def knockouts():
   split = schedules.one_microbatch
   kept = {'pipeline.activations': 'store', 'train.remat': 'none'}
   flat = [{'mesh.data': 8, 'mesh.tensor': 8, 'mesh.zero': i} for i in (0, 1)]
-  even = {'train.batch_ramp': '', 'train.batch_size': 10, 'train.steps': 192}
-  even = {'families': RAMPS | {'ramp': even}}
   return [
     ('microbatches', 'bubble on 280, 350, 420 nodes', split),
     ('tensor_outermost', spans, memory.tensor_outermost),
     ('data_innermost', across, memory.tensor_outermost),
     ('stages', '530B in 80 GB, ZeRO 0 and 1', {'layouts': flat}),
     ('recomputing', '530B on 1,024 chips', kept),
-    ('even', 'a growing batch, equal tokens', even),
   ]
