@@ -23,9 +23,12 @@ differs: sums, and models of 3 layers that learned nothing else, where the paper
   1 pass a call and 4 new tokens, chosen on other sums (the paper's code: 4 and
   1; with 2 new tokens 3.2 times fewer, 2.8 to 3.9). A place becomes text only
   if all before it have settled (the code: up to the last settled one);
-  embeddings are not averaged over calls. A norm stands behind each pass where
-  the paper's model has norms behind the residuals of its layers. Passes are
-  counted, not time: more tokens at once are more work.
+  embeddings are not averaged over calls. No noise is mixed into states (the
+  code: a share of .5), and new places repeat the last draw (the code: random
+  ids). Prelude and coda, which every call of ours has, are not counted: in
+  layers one after the other, which is shown, it is less. A norm stands behind
+  each pass where the paper's model has norms behind the residuals of its
+  layers. Passes are counted, not time: more tokens at once are more work.
 """
 
 from paraxis.configs import presets
