@@ -44,8 +44,8 @@ class GroupedSpec:
   """Properties of a call that decide whether an implementation can run.
 
   rows, dtype: of x. size: rows of a block. others: dtypes of what x is
-  multiplied with. result: dtype of the result. most: elements of the largest
-  array, results included.
+  multiplied with. result: dtype of the result. most: elements of the matrices
+  of all groups.
   """
 
   rows: int
@@ -162,8 +162,8 @@ def _megablox_supports(spec, target):
   return None
 
 
-def _chosen(impl, x_SD, other, result, size):
-  """The implementation for a call; result: jax.ShapeDtypeStruct."""
+def _chosen(impl, x_SD, other, result, size, matrices):
+  """The implementation for a call; result, matrices: with shape and dtype."""
   name = lambda x: str(jnp.dtype(x.dtype))
   spec = GroupedSpec(
     len(x_SD),
@@ -171,7 +171,7 @@ def _chosen(impl, x_SD, other, result, size):
     size,
     (name(other),),
     name(result),
-    max(math.prod(x.shape) for x in (x_SD, other, result)),
+    math.prod(matrices.shape),
     registry.spread(x_SD) or registry.spread(other),
   )
   return registry.resolve(OP, impl, spec)
@@ -197,7 +197,7 @@ def product(x_SD, w_EDF, sizes_E, size, dtype, impl='auto'):
     y = jnp.einsum('ECD,EDF->ECF', x_ECD, w_EDF, preferred_element_type=dtype)
     return y.reshape(len(x_SD), -1)
   y = jax.ShapeDtypeStruct((len(x_SD), w_EDF.shape[2]), dtype)
-  chosen = _chosen(impl, x_SD, w_EDF, y, size)
+  chosen = _chosen(impl, x_SD, w_EDF, y, size, w_EDF)
   return chosen.forward(x_SD, w_EDF, sizes_E, size, dtype)
 
 
@@ -209,7 +209,7 @@ def gradient(x_SD, g_SF, sizes_E, size, groups, dtype, impl='auto'):
       'ECD,ECF->EDF', split(x_SD), split(g_SF), preferred_element_type=dtype
     )
   dw = jax.ShapeDtypeStruct((groups, x_SD.shape[1], g_SF.shape[1]), dtype)
-  chosen = _chosen(impl, x_SD, g_SF, dw, size)
+  chosen = _chosen(impl, x_SD, g_SF, dw, size, dw)
   return chosen.backward(x_SD, g_SF, sizes_E, size, dtype)
 
 

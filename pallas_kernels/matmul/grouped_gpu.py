@@ -202,8 +202,47 @@ def _groups(sizes_E, rows, count):
   return found.astype(jnp.int32)
 
 
+def _parts(sizes_E, size, *arrays, width=0):
+  """[(rows of each array, lengths of the runs in them)], each of few enough
+  rows for addresses of 32 bits; width: of another array of as many rows.
+
+  A buffer of dropless experts has room for what could be sent here at most: of
+  64 devices with 8,192 tokens each, 2^31 numbers.
+  """
+  rows = len(arrays[0])
+  width = max(width, *(x.shape[1] for x in arrays))
+  most = max((MOST_ELEMENTS - 1) // width // size, 1) * size
+  if rows <= most:
+    return [(arrays, sizes_E)]
+  ends_E, parts = jnp.cumsum(sizes_E), []
+  for first in range(0, rows, most):
+    last = min(first + most, rows)
+    here_E = jnp.clip(ends_E, first, last) - first
+    lengths_E = jnp.diff(here_E, prepend=jnp.zeros_like(here_E[:1]))
+    parts.append(([x[first:last] for x in arrays], lengths_E))
+  return parts
+
+
 def forward(x_SD, w_EDF, sizes_E, size, dtype, launch=DEFAULT):
   """-> y_SF in `dtype`; see grouped.py."""
+  parts = _parts(sizes_E, size, x_SD, width=w_EDF.shape[2])
+  done = [
+    _product(x, w_EDF, lengths_E, size, dtype, launch)
+    for (x,), lengths_E in parts
+  ]
+  return done[0] if len(done) == 1 else jnp.concatenate(done)
+
+
+def backward(x_SD, g_SF, sizes_E, size, dtype, launch=DEFAULT):
+  """-> dW_EDF in `dtype`; see grouped.py."""
+  done = [
+    _gradient(x, g, lengths_E, size, dtype, launch)
+    for (x, g), lengths_E in _parts(sizes_E, size, x_SD, g_SF)
+  ]
+  return functools.reduce(jnp.add, done)
+
+
+def _product(x_SD, w_EDF, sizes_E, size, dtype, launch):
   (s, d), f = x_SD.shape, w_EDF.shape[2]
   most = PRODUCT_FLOAT32 if x_SD.dtype == jnp.float32 else PRODUCT
   tile = _fit(launch.tile or most, size, d, f)
@@ -222,8 +261,7 @@ def forward(x_SD, w_EDF, sizes_E, size, dtype, launch=DEFAULT):
   )(group_N, x, w)
 
 
-def backward(x_SD, g_SF, sizes_E, size, dtype, launch=DEFAULT):
-  """-> dW_EDF in `dtype`; see grouped.py."""
+def _gradient(x_SD, g_SF, sizes_E, size, dtype, launch):
   (s, d), f = x_SD.shape, g_SF.shape[1]
   most = GRADIENT_FLOAT32 if x_SD.dtype == jnp.float32 else GRADIENT
   tile = _fit(launch.tile or most, size, d, f)

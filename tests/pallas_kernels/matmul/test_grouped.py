@@ -196,6 +196,24 @@ def test_bands_of_the_gpu_kernel_leave_nothing_out(monkeypatch):
   assert wrong(*interpreted('float32', (32, 16, 16), 16, 16), 1e-6) == []
 
 
+@pytest.mark.parametrize('most', (48, 70, 97, 1000))
+def test_the_gpu_kernel_in_parts_of_few_rows(monkeypatch, most):
+  """Arrays whose numbers 32 bits do not address are cut between blocks, in the
+  midst of runs and behind the last one."""
+  widest, calls, right = 72, [], grouped_gpu._product
+  monkeypatch.setattr(grouped_gpu, 'MOST_ELEMENTS', most * widest)
+
+  def product(x, *given):
+    calls.append(len(x))
+    return right(x, *given)
+
+  monkeypatch.setattr(grouped_gpu, '_product', product)
+  found, wanted = interpreted('float32', (32, 0, 48), 16, 32)
+  assert wrong(found, wanted, 1e-6) == []
+  assert len(calls) > 1 if most < 100 else len(calls) == 1
+  assert max(calls) <= most
+
+
 def test_a_wrong_table_of_the_gpu_kernel_is_found(monkeypatch):
   """Rows times the matrix of the next group."""
   right = grouped_gpu._groups
