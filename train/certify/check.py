@@ -73,6 +73,7 @@ class Prediction(NamedTuple):
   shards)]. messages: list of predict.Message; phase 'update': of the update.
   unknown: operations whose collectives could not be predicted. exchanges:
   messages of what is due once in `period` steps, by fragment in `phase`.
+  whole: of header.whole.
   """
 
   mesh: dict
@@ -87,6 +88,7 @@ class Prediction(NamedTuple):
   unknown: list
   exchanges: list
   period: int
+  whole: str
 
 
 def run(config, mesh_text='', as_json=False, say=print, more=None):
@@ -249,6 +251,7 @@ def check(config, mesh_text=''):
     unknown + more,
     exchanges,
     config.outer.period,
+    header.whole(built),
   )
 
 
@@ -286,6 +289,7 @@ def to_json(report):
       dict(c._asdict(), total=c.total) for c in report.exchanges
     ],
     'period': report.period,
+    'not_shared_by_zero': report.whole,
     'not_predicted': report.unknown,
     'problems': [],
   }
@@ -326,6 +330,8 @@ def text(report):
   lines += ['', 'sharded dimensions']
   for name, size, axes, shards in report.sharded:
     lines.append(f'  {name:15} {size:>9,} over {axes}: {size // shards:,} each')
+  if report.whole:
+    lines += ['', *_wrapped(f'mesh.zero: {report.whole}', 0)]
   lines += ['', 'messages, predicted: times x bytes received, most first']
   for c, phases in _by_place(report.messages):
     axes = ','.join(c.axes)

@@ -22,6 +22,7 @@ import jax
 
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.meter import flops
 from paraxis.sharding.meter import liveness
 from paraxis.sharding.meter import target
@@ -32,6 +33,9 @@ OUTER = (
   'head',
   'positions',
 )  # leaves that only look up or read out
+
+
+LITTLE = 0.01  # share of the parameters that may stay whole unsaid
 
 
 class Cost(NamedTuple):
@@ -139,6 +143,7 @@ def text(job, found: Cost, workdir='', traced=None) -> str:
     *([('kernels', _kernels(traced.kernels))] if traced else []),
     ('step', _step(config)),
     *([('stages', _stages(job))] if job.built.schedule else []),
+    *([('ZeRO', whole(job.built))] if whole(job.built) else []),
     *([('replicas', _replicas(job))] if config.outer.active else []),
     ('data', _data(job)),
     ('compute', _compute(job, found)),
@@ -170,6 +175,27 @@ def _devices(job):
   if jax.process_count() > 1:
     line += f', of {jax.process_count()} processes'
   return f'{mesh_lib.describe(dict(job.mesh.shape)) or "one device"}: {line}'
+
+
+def whole(built) -> str:
+  """What ZeRO does not share, as text; '': next to nothing.
+
+  built: build.Built.
+  """
+  model, sizes = built.model, dict(built.mesh.shape)
+  axes = {p: x for p, x in model.axes.items() if p not in model.frozen}
+  shapes = {p: built.params[p].shape for p in axes}
+  found = rules_lib.unshared(axes, shapes, built.rules, sizes)
+  total = sum(map(math.prod, shapes.values()))
+  share = sum(found.values()) / max(total, 1)
+  if share < LITTLE:
+    return ''
+  most = max(found, key=found.__getitem__)
+  others = f' and {len(found) - 1} others' if len(found) > 1 else ''
+  return (
+    f'data={sizes["data"]} divides no size of {most} {shapes[most]}{others}: '
+    f'{share:.0%} of the optimizer state is not shared'
+  )
 
 
 def _numbers(config):

@@ -10,6 +10,7 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.pallas_kernels import registry
+from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import target
 from paraxis.train import loop
 from paraxis.train import program
@@ -127,6 +128,30 @@ def test_the_screen(tiny):
   assert why.splitlines()[-1].split(None, 1) == [
     'checkpoints', 'none without --workdir'
   ]  # fmt: skip
+
+
+def test_what_zero_cannot_share_is_said(tiny):
+  """Five places divide no size of this model, two all but little."""
+  said = {}
+  for data in (5, 2):
+    mesh = {'mesh.data': data, 'mesh.zero': 1, 'train.batch_size': 10}
+    config = schema.with_values(
+      tiny.config(), {f'mesh.{a}': 1 for a in mesh_lib.AXES} | mesh
+    )
+    job = program.make(
+      config, devices=jax.devices()[:data], say=lambda line: None
+    )
+    said[data] = header.whole(job.built)
+    whole = job.state.optimizer
+    spread = [x for x in jax.tree.leaves(whole) if x.ndim > 1]
+    parts = [x.sharding.shard_shape(x.shape) == x.shape for x in spread]
+    assert all(parts) if data == 5 else not any(parts)
+    assert ('ZeRO ' in header.text(job, header.Cost(1.0))) == (data == 5)
+    found = check.text(check.check(config))
+    assert ('mesh.zero: data=5 divides' in found) == (data == 5)
+  assert said[5].startswith('data=5 divides no size of ')
+  assert said[5].endswith('100% of the optimizer state is not shared')
+  assert said[2] == ''
 
 
 @pytest.mark.parametrize(
