@@ -168,6 +168,15 @@ def _schedule(config, sizes):
     f'pipeline.skip_fraction={pipeline.skip_fraction} leaves stages out, which '
     f"pipeline.schedule={pipeline.schedule!r} does not: take 'skip', or 0.",
   )
+  experts = config.model.experts
+  model_checks.need(
+    not (pipeline.skip_fraction and experts.count)
+    or not (experts.balance or experts.router_z),
+    f'pipeline.skip_fraction={pipeline.skip_fraction} leaves stages out of '
+    'microbatches, and their experts would count the tokens of those alone in '
+    f'model.experts.balance={experts.balance:g}, router_z='
+    f'{experts.router_z:g}: take 0 for both, or no skip_fraction.',
+  )
   if pipeline.schedule == 'skip':
     options = dict(fraction=pipeline.skip_fraction, seed=config.train.seed)
   schedule = schedules.make(
