@@ -259,9 +259,7 @@ def test_frequencies_alone_are_the_entropy_of_the_held_out_text(run, tmp_path):
 def test_a_growing_batch_reads_as_much_as_the_constant_one():
   config = claim_cases.run_of('megatron_turing').config
   module = command_line.load_module('megatron_turing')
-  (claim,) = (
-    c for c in papers.claims(module, '') if 'growing batch' in c.name
-  )
+  (claim,) = (c for c in papers.claims(module, '') if 'growing batch' in c.name)
   assert claim.parameters['families'] == module.RAMPS
   ramp, constant, even = (
     experiment.fields(config, module.SMALL, f) for f in module.RAMPS.values()
