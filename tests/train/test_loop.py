@@ -348,16 +348,17 @@ def test_any_mesh_gives_the_same_losses(tiny, ten, tmp_path, mesh, changes):
 @pytest.mark.fault(25)
 @pytest.mark.invariant(12)
 def test_a_run_moves_to_another_layout(tiny, ten, tmp_path):
-  """Another mesh and ZeRO stage; then text from what it saved."""
+  """Another mesh, ZeRO stage and microbatches; then text from what it saved."""
   steps = {'train.steps': 10}
   with pytest.raises(support.KilledError):
     tiny.run(tmp_path, steps, callbacks=[support.crash_at(6)])
-  changes = steps | EXPLICIT | {'mesh.zero': 3}
+  changes = steps | EXPLICIT | {'mesh.zero': 3, 'train.microbatches': 2}
   _, said = tiny.run(tmp_path, changes, 'data=2,context=2,tensor=2')
   for line in (
     'config: mesh.fsdp was 2, is now 1',
     'config: mesh.context was 1, is now 2',
     'config: mesh.zero was 0, is now 3',
+    'config: train.microbatches was 1, is now 2',
   ):
     assert line in said
   assert any(line.startswith('resumed from step ') for line in said)

@@ -32,20 +32,21 @@ IMPORTED = 'imported'  # in a checkpoint's meta: parameters of another program
 # holds every field, also those that nobody set.
 FORMER = {'model.experts.balance_scope': 'microbatch'}
 # Fields that a resumed run may change: none changes the trajectory, except that
-# train.steps may stretch the schedule, and that replicas that step alone begin
-# with the mean of as many as there were; both are reported. Those of PATHS draw
-# the stages that a microbatch leaves out, if any (sharding/pipeline/paths.py).
+# train.steps may stretch the schedule, that replicas that step alone begin with
+# the mean of as many as there were, and what experts with a capacity drop; all
+# are reported. PATHS draw stages to leave out (sharding/pipeline/paths.py).
 FREE = (
   'mesh.', 'checkpoint.', 'decode.',  # whole sections
   'train.steps', 'train.eval_every', 'train.eval_batches', 'train.print_every',
   'train.log_every', 'train.max_nonfinite_steps', 'train.drift_every',
   'train.stall_seconds', 'train.tensorboard', 'train.wandb', 'train.remat',
-  'pipeline.schedule', 'pipeline.chunks', 'pipeline.microbatches',
-  'pipeline.activations', 'model.experts.region', 'model.experts.hierarchical',
-  'model.experts.hot', 'model.experts.drop_limit', 'model.unroll',
-  'model.attention', 'data.prefetch', 'data.cache_dir', 'data.workers',
+  'train.memory', 'train.microbatches', 'pipeline.schedule', 'pipeline.chunks',
+  'pipeline.microbatches', 'pipeline.activations', 'model.experts.region',
+  'model.experts.hierarchical', 'model.experts.hot', 'model.experts.drop_limit',
+  'model.unroll', 'model.attention', 'model.attention_block', 'model.loss',
+  'data.prefetch', 'data.cache_dir', 'data.workers',
 )  # fmt: skip
-PATHS = 'mesh.stage', 'pipeline.microbatches'
+PATHS = 'mesh.stage', 'pipeline.microbatches', 'train.microbatches'
 # Files whose content a checkpoint's fingerprints compare (train/start.py).
 PLACES = 'data.path', 'data.tokenizer', 'data.chat_template'
 # Model fields that leave the shapes of parameters: a new run with another
@@ -239,8 +240,7 @@ def is_free(name):
 def differences(old, new):
   """[(dotted field, old value, new value)] of two schema.Config.
 
-  None: one of them has no such field in its `extra`.
-  """
+  None: one of them has no such field in its `extra`."""
   pairs = [
     (name, schema.value(old, name), schema.value(new, name))
     for name, _ in schema.fields()

@@ -70,6 +70,10 @@ FREE = {
   'train.steps': 9,
   'train.eval_every': 3,
   'train.remat': 'full',
+  'train.memory': 'gate=recompute',
+  'train.microbatches': 2,
+  'model.loss': 'chunked',
+  'model.attention_block': 64,
   'model.unroll': 2,
   'model.attention': 'xla',
   'data.prefetch': 0,
@@ -87,7 +91,6 @@ HARD = {
   'optimizer.learning_rate': 0.1,
   'train.seed': 1,
   'train.batch_size': 16,
-  'train.microbatches': 2,
   'pipeline.skip_fraction': 0.5,
 }
 
@@ -137,7 +140,7 @@ def test_hard_fields_are_refused(tmp_path, name):
   assert 'eval_every' not in text and str(tmp_path) in text
 
 
-@pytest.mark.parametrize('name', ['mesh.stage', 'pipeline.microbatches'])
+@pytest.mark.parametrize('name', workdir.PATHS)
 @pytest.mark.invariant(11)
 def test_fields_that_draw_the_paths_of_a_run_that_skips(tmp_path, name):
   plain = experiment.fields(
