@@ -17,7 +17,7 @@ import re
 
 import jax
 
-_NAME = re.compile(r'turns_(\d+)_of_(\d+)(?:/cond)?$')
+_NAME = re.compile(r'turns_(\d+)_of_(\d+)\)*(?:/cond)?$')
 _FLOPS = re.compile(r'about_(\d+)_flops_for_(\d+)\)*$')
 _TRIPS = re.compile(r'about_(\d+)_trips\)*(?:/while)?$')
 
@@ -30,8 +30,22 @@ def scope(taken: int, turns: int):
   return jax.named_scope(f'turns_{taken}_of_{turns}')
 
 
+def of_rows(run, used: int):
+  """run(rows, ...), whose products count as those of `used` rows at most.
+
+  The other rows are room: how many of them hold something is data.
+  """
+
+  def counted(rows, *more):
+    with scope(min(used, len(rows)), len(rows)):
+      return run(rows, *more)
+
+  return counted
+
+
 def share(name) -> int | fractions.Fraction:
-  """Fraction of iterations that take a named conditional's branch, or 1."""
+  """Fraction of iterations that take a named conditional's branch, or 1; of
+  rows that count, for what `of_rows` runs."""
   match = _NAME.search(str(name))
   if not match or not int(match[2]):
     return 1

@@ -65,6 +65,7 @@ import jax.numpy as jnp
 
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
+from paraxis.sharding import turns
 from paraxis.sharding.experts import product as expert_product
 
 _range = functools.partial(jnp.arange, dtype=jnp.int32)
@@ -145,7 +146,7 @@ def dispatch(
     fits = position < slots(plan, tokens, choices)
     dropped = (keep_NK & ~fits).sum()
     keep_NK = keep_NK & fits
-  outs = []
+  outs, run = [], turns.of_rows(run, ids_NK.size)
   if hot is not None:
     absent = jnp.full(plan.experts, hot.size, jnp.int32)
     index = absent.at[hot].set(_range(hot.size))
@@ -158,9 +159,8 @@ def dispatch(
     way = _padded if _resolve(plan) == 'padded' else _ragged
     outs.append(way(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan))
   else:
-    outs.append(
-      _local(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan.gather)
-    )
+    given = run, weights, x_ND, ids_NK, mix_NK, keep_NK
+    outs.append(_local(*given, plan.gather))
   return functools.reduce(jnp.add, outs).astype(x_ND.dtype), dropped
 
 

@@ -11,8 +11,9 @@ Multiplications and additions of matrix products, convolutions and kernels:
 times the trip counts of the loops around them. XLA's own figure counts a loop
 body once, and a kernel without an estimate as nothing; it is not used. A `cond`
 counts its largest branch, recomputation in the backward pass counts, and so do
-the blocks that a blockwise attention walks, visible or not. Elementwise work
-and reductions are not counted.
+the blocks that a blockwise attention walks, visible or not. Of experts' rows
+those count that tokens take, without the room around them, evenly spread over
+devices (sharding/turns.py). Elementwise work and reductions are not counted.
 
 Two figures: `total` over all devices, and `per_device`. Outside of a manual
 region a product's share per device follows from its types: its output and the
@@ -63,6 +64,12 @@ def of_jaxpr(jaxpr) -> Flops:
 
 
 def _equation(e):
+  share = turns.share(e.source_info.name_stack)
+  found = _whole(e)
+  return found if share == 1 else found * float(share)
+
+
+def _whole(e):
   name, params = e.primitive.name, e.params
   if name in _PRODUCTS:
     total = _PRODUCTS[name](e)
@@ -70,8 +77,7 @@ def _equation(e):
   if name == 'scan':
     return of_jaxpr(params['jaxpr']) * params['length']
   if name == 'cond':
-    most = max(map(of_jaxpr, params['branches']), key=lambda f: f.per_device)
-    return most * float(turns.share(e.source_info.name_stack))
+    return max(map(of_jaxpr, params['branches']), key=lambda f: f.per_device)
   if name == 'while':
     work = sum(map(of_jaxpr, core.jaxprs_in_params(params)), _NONE)
     trips = turns.trips(e.source_info.name_stack)
