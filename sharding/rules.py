@@ -328,21 +328,3 @@ def stored(
       whole = (*held, 'data')
       return PartitionSpec(*own[:i], whole if held else 'data', *own[i + 1 :])
   return own
-
-
-def unshared(axes, shapes, rules, sizes) -> dict[str, int]:
-  """{path: elements} of parameters whose optimizer state is whole on every
-  place of data, though ZeRO is asked for: data divides none of their sizes.
-
-  Args:
-    axes: {path: logical names}. shapes: {path: shape}.
-  """
-  if rules.zero < OPTIMIZER or sizes.get('data', 1) == 1:
-    return {}
-  out = {}
-  for path, names in axes.items():
-    found = stored(names, shapes[path], rules, sizes, OPTIMIZER, path)
-    flat = [a for x in found for a in (x if isinstance(x, tuple) else (x,))]
-    if 'data' not in flat:
-      out[path] = math.prod(shapes[path])
-  return out

@@ -58,6 +58,8 @@ KINDS = {
   'TPU v4': 'v4', 'TPU v5 lite': 'v5e', 'TPU v5e': 'v5e', 'TPU v5': 'v5p',
   'TPU v5p': 'v5p', 'TPU v6 lite': 'v6e', 'TPU v6e': 'v6e', 'TPU7x': 'tpu7x',
   'NVIDIA H100': 'h100', 'NVIDIA H200': 'h200',
+  # Others of the name, with other figures: not known.
+  'NVIDIA H100 PCIe': '', 'NVIDIA H100 NVL': '', 'NVIDIA H200 NVL': '',
 }  # fmt: skip
 EXAMPLES = (
   'v4:4x4x4',
@@ -74,7 +76,20 @@ def of_device(device) -> Chip | None:
   """The `Chip` that a jax device is, by its device_kind; None: not known."""
   kind = device.device_kind
   fits = [name for name in KINDS if kind.startswith(name)]
-  return CHIPS[KINDS[max(fits, key=len)]] if fits else None
+  return CHIPS.get(KINDS[max(fits, key=len)]) if fits else None
+
+
+def cores(devices) -> int:
+  """jax devices of a chip: 2 on TPU7x; 1 where they do not say where they are.
+
+  On v4 a program at work sees one device a chip, so no table says it.
+  """
+  places = [
+    (getattr(d, 'slice_index', 0), *place)
+    for d in devices
+    if (place := getattr(d, 'coords', None))
+  ]
+  return max(map(places.count, set(places)), default=1)
 
 
 def parse(name: str, num_slices: int = 1) -> tuple[str, Chip, tuple[int, ...]]:

@@ -90,8 +90,11 @@ def mean(found) -> Cost:
 
 def peak(devices) -> float | None:
   """bfloat16 operations a second of all devices; None: no figure is known."""
+  devices = list(devices)
   chips = [target.of_device(device) for device in devices]
-  return sum(c.flops for c in chips if c) if all(chips) else None
+  if not all(chips):
+    return None
+  return sum(c.flops for c in chips if c) / target.cores(devices)
 
 
 class Traced(NamedTuple):
@@ -183,10 +186,16 @@ def whole(built) -> str:
   built: build.Built.
   """
   model, sizes = built.model, dict(built.mesh.shape)
+  if built.rules.zero < rules_lib.OPTIMIZER or sizes['data'] == 1:
+    return ''
   axes = {p: x for p, x in model.axes.items() if p not in model.frozen}
   shapes = {p: built.params[p].shape for p in axes}
-  found = rules_lib.unshared(axes, shapes, built.rules, sizes)
-  total = sum(map(math.prod, shapes.values()))
+  total, found = sum(map(math.prod, shapes.values())), {}
+  for path, names in axes.items():
+    given = names, shapes[path], built.rules, sizes, rules_lib.OPTIMIZER
+    flat = jax.tree.leaves(tuple(rules_lib.stored(*given, path)))
+    if 'data' not in flat:
+      found[path] = math.prod(shapes[path])
   share = sum(found.values()) / max(total, 1)
   if share < LITTLE:
     return ''
@@ -313,7 +322,7 @@ def _memory(job, predicted):
   limit = (mine[0].memory_stats() or {}).get('bytes_limit')
   if not limit:  # the runtime does not say: the chip's own
     chip = target.of_device(mine[0])
-    limit = chip.hbm if chip else 0
+    limit = chip.hbm // target.cores(mine) if chip else 0
   return f'{line}, of {limit / 2**30:.1f} GiB' if limit else line
 
 

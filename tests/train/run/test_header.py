@@ -69,6 +69,17 @@ def test_operations_of_a_token_by_hand():
   assert loop.cost(_config()).flops == 3 * (2 * matrices + attention)
 
 
+@pytest.mark.parametrize('count, top_k', [(8, 2), (64, 1), (4, 4)])
+def test_operations_of_experts_are_those_of_a_tokens_own(count, top_k):
+  """Not of the room that runs of rows are rounded up to, 1.5 to 5 times."""
+  chosen = {'experts.count': count, 'experts.top_k': top_k}
+  sums = top_k * D  # of what they gave
+  matrices = L * (ATTENTION + D * count + top_k * 3 * D * F + sums) + V * D
+  attention = L * 4 * T * HEADS * WIDE
+  found = loop.cost(_config(**chosen)).flops
+  assert found == pytest.approx(3 * (2 * matrices + attention), rel=1e-6)
+
+
 @pytest.mark.parametrize(
   'fields',
   [
@@ -98,6 +109,15 @@ def test_the_peak_of_known_devices():
   assert header.peak([kind('TPU v5 lite')]) == v5e
   assert header.peak([kind('TPU v5')]) == target.CHIPS['v5p'].flops
   assert header.peak([kind('NVIDIA H100 80GB HBM3'), kind('cpu')]) is None
+  for other in ('H100 PCIe', 'H100 NVL', 'H200 NVL'):
+    assert header.peak([kind(f'NVIDIA {other}')]) is None
+  core = lambda *coords, of=0: types.SimpleNamespace(
+    device_kind='TPU7x', coords=coords, slice_index=of
+  )
+  chip = target.CHIPS['tpu7x'].flops
+  places = [core(x, 0, 0, of=s) for s in (0, 1) for x in (0, 1)]
+  assert header.peak(places) == 4 * chip
+  assert header.peak(places * 2) == 4 * chip  # two devices a chip
 
 
 def test_the_screen(tiny):
