@@ -83,8 +83,8 @@ class Mesh:
   )
   collectives: str = field(
     'annotated',
-    'annotated: the compiler inserts collectives; explicit: paraxis does, in '
-    'one manual region (always with stages or outer.exchange)',
+    'annotated: by the compiler, sums of gradients in every microbatch; '
+    'explicit: in a manual region (always with stages or outer.exchange), once',
     ('annotated', 'explicit'),
   )
   expert_order: str = field(

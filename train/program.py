@@ -37,6 +37,7 @@ from paraxis.train.data import objectives
 from paraxis.train.data import shape_cycle
 from paraxis.train.data import token_cache
 from paraxis.train.run import metrics
+from paraxis.train.steps import gradients
 from paraxis.train.steps import outer
 from paraxis.train.steps import zeroth_order
 from paraxis.train.updates import optimizers
@@ -105,13 +106,11 @@ class Program:
     ids = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
     weights = jax.ShapeDtypeStruct(shape, np.float32, sharding=rows)
     one = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
-    draw = None
-    if objectives.drawn(config) is not None:
-      draw = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+    drawn = objectives.drawn(config) is not None
+    number = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+    draw = number if drawn else None
     valid = None if config.data.loss_on == 'all' else one
-    return batch_lib.Batch(
-      ids, ids, ids, ids, weights, one, draw=draw, valid=valid
-    )
+    return batch_lib.Batch(*[ids] * 4, weights, one, draw=draw, valid=valid)
 
   def local_rows(self, rows: int) -> tuple[int, int]:
     """(lo, hi): the rows of a batch axis that this process's devices hold."""
@@ -305,9 +304,8 @@ def of_shapes(
     if built.schedule is not None:
       schedules.check_size(built.schedule, parts, step)
   _check_cycle(config, built)
-  what = 'data.sequence_length'
-  build.check_tokens(length, built, f'{what}={length}')
-  model_checks.check_length(config.model, length, what)
+  build.check_tokens(length, built, f'data.sequence_length={length}')
+  model_checks.check_length(config.model, length, 'data.sequence_length')
   objectives.check(config)
   _ = program.state  # traced here: what does not fit ends here
   return program
@@ -359,6 +357,7 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
       "experts: model.experts.balance_scope='step' counts loads in one more "
       f'forward pass of the {config.microbatches} microbatches of a step.'
     )
+  gradients.say_repeated_sums(config, dict(program.mesh.shape), say)
   corpus = token_cache.tokens(config, tokenizer, say)
   idle = config.model.vocab_size - corpus.vocab_size
   if idle > IDLE * config.model.vocab_size:
@@ -373,10 +372,9 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
       f'data: {batches.plan.cut} documents are cut between rows of '
       f'{config.data.sequence_length} tokens; every token is used.'
     )
-  held_out = data.evaluation(config, corpus)
   job = Job(
     config, program.built, program.optimizer, tokenizer, corpus, batches,
-    held_out,
+    data.evaluation(config, corpus),
   )  # fmt: skip
   vars(job)['state'] = program.state  # a cached property: traced once
   return job

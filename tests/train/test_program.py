@@ -4,7 +4,11 @@ import jax
 import numpy as np
 import pytest
 
+from paraxis.configs import schema
+from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.sequence import order as context_order
+from paraxis.train import program
+from paraxis.train.certify import check
 
 
 def test_the_config_says_which_mesh_is_used(tiny):
@@ -95,6 +99,36 @@ def test_a_warm_up_that_does_not_end_is_said(tiny, warmup, words):
   found = [line for line in said if 'warmup_steps=6 of train.steps=6' in line]
   assert len(found) == len(words)
   assert all(word in found[0] for word in words)
+
+
+@pytest.mark.parametrize(
+  'fields, said',
+  [
+    ({'train.microbatches': 2}, True),
+    ({'train.microbatches': 2, 'mesh.collectives': 'explicit'}, False),
+    ({'train.microbatches': 2, 'mesh.zero': 2}, False),
+    ({}, False),
+  ],
+)
+def test_gradients_that_are_summed_in_every_microbatch_are_said(
+  tiny, fields, said
+):
+  """And they are: the sums that `check` predicts are as many more."""
+  mesh = {f'mesh.{a}': 1 for a in mesh_lib.AXES} | {'mesh.data': 2}
+  config = schema.with_values(tiny.config(), mesh | fields)
+  lines = []
+  program.make(config, devices=jax.devices()[:2], say=lines.append)
+  words = 'summed over data=2 in each of 2 microbatches'
+  assert any(words in line for line in lines) == said
+  if fields.get('mesh.zero'):
+    return
+
+  def sent(config):
+    found = check.check(config).messages
+    return sum(c.total for c in found if c.phase != 'update')
+
+  once = sent(schema.with_value(config, 'train.microbatches', 1))
+  assert sent(config) > 1.9 * once if said else sent(config) < 1.1 * once
 
 
 @pytest.mark.parametrize('scope, more', [('step', 1), ('microbatch', 0)])

@@ -23,6 +23,8 @@ from paraxis.train import expert_counts
 from paraxis.train import loss as loss_lib
 from paraxis.train.steps import pipeline_step
 
+WHOLE = ('replica', 'data', 'context')  # shards of rows, parameters whole
+
 
 class Annotated:
   """Layouts of gradients where the compiler places the collectives."""
@@ -315,3 +317,24 @@ def _all_reduce(gradient, spec):
   held = {a for dim in axes_of(spec) for a in dim}
   left = tuple(a for a in annotate.sizes() if a not in held)
   return jax.lax.psum(gradient, left) if left else gradient
+
+
+def say_repeated_sums(config, sizes, say):
+  """Says so where gradients are summed over shards in every microbatch.
+
+  Annotated products sum where they are made, so within both loops; ZeRO 2
+  scatters in every microbatch by choice.
+
+  Args:
+    config: schema.Config. sizes: mesh axis -> size. say: prints one line.
+  """
+  count, mesh = config.train.microbatches, config.mesh
+  over = [f'{a}={sizes[a]}' for a in WHOLE if sizes[a] > 1]
+  annotated = mesh.collectives == 'annotated' and sizes['stage'] == 1
+  once = config.outer.active or config.train.estimator != 'backprop'
+  if count == 1 or not over or not annotated or once or mesh.zero >= 2:
+    return
+  say(
+    f'gradients are summed over {", ".join(over)} in each of {count} '
+    'microbatches; --config.mesh.collectives=explicit sums them once a step.'
+  )
