@@ -10,8 +10,9 @@ O bytes of operands on each device and n devices in a group,
 which the bandwidth-optimal ring algorithms attain and no algorithm beats
 (Chan et al., Collective communication, Concurrency 2007, section 3). Payload is
 counted, not the padding of layouts. A device that no permute sends to receives
-less; the one that receives most is counted. A ragged all-to-all is counted as
-if every slot of its input were sent. Remote copies inside kernels are no
+less; the one that receives most is counted. A ragged all-to-all has room for
+the worst case on the side that receives: the smaller of its input and output is
+counted, what an even spread sends. Remote copies inside kernels are no
 collectives and are not seen.
 
 Counting knows what a search for opcodes gets wrong: loops (compiled.py); TPU's
@@ -139,7 +140,8 @@ def _collective(program, run, places):
     rows = replica_groups.groups(i, program.partitions)
     axes = places.axes(rows)
     if kind == 'ragged-all-to-all':
-      operands = operands[:1]  # then come the output buffer and the offsets
+      # Input and output buffer; then come the offsets.
+      operands = [min(operands[:2], key=lambda a: a.bytes)]
     if kind == 'all-reduce' and run.fused and _sliced(program, i):
       kind = 'reduce-scatter'
   else:

@@ -281,7 +281,8 @@ class _Walk:
       return
     groups = op.params.get('axis_index_groups')
     for x, y in zip(op.ins, op.outs, strict=False):
-      whole = max(x.bytes, y.bytes)
+      larger = min if op.name == 'ragged_all_to_all' else max  # hlo.py
+      whole = larger(x.bytes, y.bytes)
       n = len(groups[0]) if groups else self._size(axes)
       self._emit(op, kind, axes, whole, times, f'{x} -> {y}', n)
 

@@ -49,7 +49,8 @@ class Trial(NamedTuple):
 class ChipVerdict(NamedTuple):
   """A layout on a chip: bytes of a device, {part: seconds}, what was tried.
 
-  why: the compute part was not counted.
+  why: the compute part was not counted. padded: links and memory are those of
+  a padded exchange of experts, which the chip does not use.
   """
 
   chip: str
@@ -58,6 +59,7 @@ class ChipVerdict(NamedTuple):
   seconds: dict
   why: str
   tried: list
+  padded: bool = False
 
   @property
   def fits(self):
@@ -105,7 +107,14 @@ def verdict(config, mesh_text, name, report=None) -> ChipVerdict:
   tried = []
   if report.peak > memory:
     tried = _tried(config, report.mesh, memory)
-  return ChipVerdict(name, memory, report.peak, seconds, why, tried)
+  experts = config.model.experts
+  split = experts.count and any(
+    axis == 'experts' for axis, *_ in report.sharded
+  )
+  padded = split and not (experts.capacity_factor or experts.hierarchical)
+  return ChipVerdict(
+    name, memory, report.peak, seconds, why, tried, bool(padded)
+  )
 
 
 def _tried(config, sizes, memory):
@@ -210,6 +219,7 @@ def to_json(found: ChipVerdict) -> dict:
     missing_bytes=max(0, found.peak - found.memory),
     seconds_model_not_measured=found.seconds,
     compute_not_counted=found.why,
+    padded_exchange=found.padded,
     tried=[t._asdict() for t in found.tried],
   )
 
@@ -247,6 +257,11 @@ def text(found: ChipVerdict) -> str:
     f'a step takes at least {_seconds(least)}: a model, not measured'
   )
   lines.append(f'  {parts}')
+  if found.padded:
+    lines.append(
+      '  links and memory count a padded exchange of experts, which is ragged '
+      'there: up to experts / top_k times less is sent'
+    )
   if found.why:
     lines.append(f'  compute is not counted: {found.why}')
   return '\n'.join(lines)

@@ -316,7 +316,8 @@ def one_line(line):
   """[Collective] of a program of one instruction on x."""
   text = (
     'HloModule m, num_partitions=8\nENTRY %main (x: f32[8]) -> f32[8] {\n'
-    f'  %x = f32[8]{{0}} parameter(0)\n  ROOT %y = {line}\n}}\n'
+    '  %x = f32[8]{0} parameter(0)\n  %long = f32[64]{0} parameter(1)\n'
+    f'  ROOT %y = {line}\n}}\n'
   )
   return hlo.collectives(text, cpu_mesh())
 
@@ -340,6 +341,14 @@ def one_line(line):
     ),
     (
       'f32[8]{0} ragged-all-to-all(%x, %x, %x), replica_groups=[4,2]<=[8]',
+      ('ragged-all-to-all', ('tensor',), 2, 16, 1),
+    ),
+    (
+      'f32[8]{0} ragged-all-to-all(%x, %long, %x), replica_groups=[4,2]<=[8]',
+      ('ragged-all-to-all', ('tensor',), 2, 16, 1),
+    ),
+    (
+      'f32[8]{0} ragged-all-to-all(%long, %x, %x), replica_groups=[4,2]<=[8]',
       ('ragged-all-to-all', ('tensor',), 2, 16, 1),
     ),
     (

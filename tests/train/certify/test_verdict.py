@@ -121,6 +121,17 @@ def test_an_unknown_chip(name, words):
     verdict.run(_config(), chip=name)
 
 
+@pytest.mark.parametrize('fields, said', [
+  ({}, True), ({'capacity_factor': 2.0}, False), ({'count': 0}, False),
+])  # fmt: skip
+def test_an_exchange_that_the_chip_does_not_use_is_said(fields, said):
+  experts = {'count': 4, 'top_k': 2, 'region': 'data'} | fields
+  given = {f'model.experts.{name}': value for name, value in experts.items()}
+  found = verdict.verdict(schema.with_values(_config(), given), MESH, 'v5p')
+  assert found.padded == said
+  assert ('a padded exchange of experts' in verdict.text(found)) == said
+
+
 def test_the_command(capsys, monkeypatch, chip):
   monkeypatch.setattr('paraxis.configs.base.command_line.prepare_devices', id)
   monkeypatch.setattr(verdict, '_tried', lambda *args: [])
