@@ -137,16 +137,16 @@ def _check(job, step, found, where, say):
   """Raises unless a checkpoint is of the run that is to be resumed."""
   config = _saved_config(step, found, where)
   register.require(found.get(origin_lib.OWN), where)
-  for name, now in (
-    ('corpus', job.corpus.fingerprint),
-    ('tokenizer', job.tokenizer.fingerprint),
+  for name, now, what in (
+    ('corpus', job.corpus.fingerprint, ', of the text and what is held out'),
+    ('tokenizer', job.tokenizer.fingerprint, ''),
   ):
     if found.get(name) != now:
       raise errors.IntegrityError(
         f'{where}: the {name} changed since the checkpoint (fingerprint '
-        f'{str(found.get(name))[:12]} then, {now[:12]} now): the batches '
-        'would differ. Restore the data, or start in another --workdir, from '
-        'these weights with --init_from.'
+        f'{str(found.get(name))[:12]} then, {now[:12]} now{what}): '
+        'the batches would differ. Restore the data, or start in another '
+        '--workdir, from these weights with --init_from.'
       )
   # Of the same content: a host may keep its text elsewhere.
   places = {n: schema.value(job.config, n) for n in workdir_lib.PLACES}

@@ -17,7 +17,8 @@ class Data:
     '(tokens of nanoGPT), folders of Hugging Face datasets, one file of UTF-8 '
     'without a suffix (text8). A .txt or .md directly in the folder is a '
     'domain of its own: put files of one kind in a sub-folder and name its '
-    'parent',
+    'parent. In one folder the files train are trained on and validation, '
+    'valid, val, dev, eval and test held out, where both kinds are there',
   )
   text_key: str = field(
     'text', 'key or column of the text in tables and .jsonl'

@@ -5,9 +5,10 @@ brought), a file of a format of train/data/readers.py, a folder of them, or a
 glob ('web/**/*.parquet'). A row's domain is its own; else of a .txt or .md file
 its folder below the given path, else the file's name without suffix and shard.
 
-Of .parquet and .bin files and datasets in one folder, 'train' is trained on and
-'validation', 'valid', 'val', 'dev', 'eval' and 'test' are held out, where both
-kinds are there; their domain is the folder.
+Of files and datasets in one folder, whatever their formats, 'train' is trained
+on and 'validation', 'valid', 'val', 'dev', 'eval' and 'test' are held out,
+where both kinds are there; their domain is the folder. A file that is named
+itself has no such split.
 
 Held out, where the data names no split: within each domain the documents with
 the lowest sha256 of "domain/id", until they hold `held_out_fraction` of the
@@ -45,7 +46,6 @@ FORMATS = (
 )
 HELD = ('validation', 'valid', 'val', 'dev', 'eval', 'test')
 _NULL = re.compile(rb'"(?:id|domain)"\s*:\s*null')
-_SPLITS = ('.parquet', '.bin')  # formats whose file names may say the split
 # In fingerprints of text whose rows may have no ids, as what we bring all have:
 # a cache of the time when their place decided is not taken for one of today.
 BY_TEXT = b'|split by text'
@@ -268,13 +268,12 @@ def _named(files, root):
   """Sources with their domains, and splits where names of files say them."""
   sibling: dict[pathlib.Path, set] = {}
   for file in files:
-    if _may_split(file):
-      sibling.setdefault(file.parent, set()).add(readers.stem(file))
+    sibling.setdefault(file.parent, set()).add(readers.stem(file))
   out = []
   for file in files:
-    name, beside = readers.stem(file), sibling.get(file.parent, set())
+    name, beside = readers.stem(file), sibling[file.parent]
     domain, part = name, None
-    splits = _may_split(file) and 'train' in beside and beside & {*HELD}
+    splits = 'train' in beside and beside & {*HELD}
     if splits and name in ('train', *HELD):
       part = 'train' if name == 'train' else 'held'
       domain = file.resolve().parent.name
@@ -282,10 +281,6 @@ def _named(files, root):
       domain = file.relative_to(root).parts[0]
     out.append(rows_lib.Source(file, domain, part))
   return out
-
-
-def _may_split(file):
-  return file.suffix in _SPLITS or file.is_dir()
 
 
 def documents(path, held_out_fraction=0.1, options=rows_lib.PLAIN):

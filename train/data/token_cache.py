@@ -150,6 +150,8 @@ def tokens(config, tokenizer, say=log.warning):
     raise errors.UserError(
       f'data.path: {error.filename} cannot be read: {error.strerror}.'
     ) from error
+  for line in _named_splits(sources):
+    say(line)
   folder, stem = _place(data, tokenizer, print_)
   root, path = folder.parent, data.sources or data.path
   problem = cache_build.problem(folder, print_) if folder.exists() else None
@@ -179,6 +181,22 @@ def tokens(config, tokenizer, say=log.warning):
   for stale in old:
     shutil.rmtree(stale, ignore_errors=True)
   return _open(folder, path)
+
+
+def _named_splits(sources):
+  """Yields a line on each folder whose files' names say the split."""
+  found: dict[pathlib.Path, set] = {}
+  for source in sources:
+    if source.split:
+      name = readers.stem(source.file)
+      found.setdefault(source.file.parent, set()).add(name)
+  for folder, names in found.items():
+    held = [name for name in corpus.HELD if name in names]
+    verb = 'are' if held[1:] else 'is'
+    yield (
+      f'data: {folder}: by the names of files, train is trained on, '
+      f'{" and ".join(held)} {verb} held out.'
+    )
 
 
 def _check_ids(sources, name):

@@ -33,6 +33,14 @@ def plain(path, **options):
   return [(f'{r.domain}/{r.id}', r.split, r.text) for r in found], said
 
 
+def tokens(path, cache):
+  """(Corpus of bytes, lines that were said)."""
+  data = schema.Data(path=str(path), tokenizer='bytes', cache_dir=str(cache))
+  said = []
+  config = schema.Config(data=data)
+  return token_cache.tokens(config, tokenizer.load('bytes'), said.append), said
+
+
 def parquet(path, columns, **options):
   arrow = importlib.import_module('pyarrow')
   table = importlib.import_module('pyarrow.parquet')
@@ -165,6 +173,47 @@ def test_shards_are_one_domain_and_names_may_say_the_split(tmp_path):
     ('web/1', 'train', 'a'), ('web/2', 'train', 'b'),
     ('web/1#2', 'held', 'c'), ('web/2#2', 'held', 'd'),
   ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  'end', ['jsonl', 'jsonl.gz', 'jsonl.zst', 'txt', 'md', 'parquet']
+)
+def test_names_say_the_split_in_any_format(tmp_path, end):
+  """Where both kinds are in one folder; a file that is named has none."""
+  folder = tmp_path / 'set'
+  folder.mkdir()
+  for name in ('train', 'valid', 'test-00000-of-00001', 'other'):
+    (folder / f'{name}.{end}').touch()
+  splits = lambda path: {
+    readers.stem(s.file): (s.domain, s.split)
+    for s in corpus.source_files(str(path))
+  }
+  found = splits(tmp_path)
+  assert found['train'] == ('set', 'train') and found['other'][1] is None
+  assert found['valid'] == found['test'] == ('set', 'held')
+  assert splits(folder) == found | {'other': ('other', None)}
+  assert splits(folder / f'train.{end}') == {'train': ('train', None)}
+  for name in ('valid', 'test-00000-of-00001'):
+    (folder / f'{name}.{end}').unlink()
+  assert {split for _, split in splits(folder).values()} == {None}
+
+
+def test_a_split_by_name_is_said_and_another_text(tmp_path, monkeypatch):
+  """So that no run goes on with a validation set that it was trained on."""
+  for name in ('train', 'validation'):
+    row = {'text': name * 9}
+    (tmp_path / f'{name}.jsonl').write_bytes(jsonl([row] * 20))
+  made, said = tokens(tmp_path, tmp_path / 'cache')
+  assert made.domains == (tmp_path.name,)
+  assert made.held.tolist() == [False] * 20 + [True] * 20
+  assert said == [
+    f'data: {tmp_path}: by the names of files, train is trained on, '
+    'validation is held out.'
+  ]
+  monkeypatch.setattr(corpus, 'HELD', ())
+  before, said = tokens(tmp_path, tmp_path / 'cache')
+  assert before.fingerprint != made.fingerprint
+  assert not any('by the names' in line for line in said)
 
 
 @pytest.mark.parametrize('hash_', ['', '-a09b74b3ef9c3b56'])
