@@ -221,8 +221,8 @@ class _Training:
     """functions: step.Step. recorder: Recorder. step: that `state` is of."""
     self._job, self._functions = job, functions
     self._store, self._recorder = store, recorder
-    made = evaluate.Evaluator(job, functions.evaluate, beat=self._beat)
-    self._evaluator = made
+    shown = dict(beat=self._beat, say=recorder.progress.say)
+    self._evaluator = evaluate.Evaluator(job, functions.evaluate, **shown)
     self._axes = state_lib.axes(job.leaves)
     self.state: Any = state
     self.step, self._profile = step, profile

@@ -56,7 +56,8 @@ class Data:
   held_out_fraction: float = field(
     0.1,
     "share of a domain's bytes, in whole documents, held out if the data names "
-    'no split',
+    'no split; where files of your own are so large that it may be more than '
+    '5 MB, 5 MB of a domain at most',
     low=0.0,
     high=0.9,
   )

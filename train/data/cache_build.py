@@ -72,8 +72,9 @@ def build(folder, sources, tokenizer, options, meta, workers, say):
     folder: of the cache.
     sources: [rows.Source], non-empty.
     tokenizer, options: what decides the pieces.
-    meta: dict of fingerprint, path (for messages), held_out_fraction, groups,
-      states (files.states of the sources before the fingerprint was taken).
+    meta: dict of fingerprint, path (for messages), held_out_fraction,
+      most_held (corpus.most_held), groups, states (files.states of the sources
+      before the fingerprint was taken).
     workers: config.data.workers.
     say: called with one line.
 
@@ -357,6 +358,7 @@ def _join(work, whole, count, tokenizer, meta):
     n_bytes,
     found.parts,
     meta['held_out_fraction'],
+    meta['most_held'],
   )
   arrays = dict(
     starts=np.concatenate([[0], np.cumsum(found.lengths)]).astype(np.int64),

@@ -12,10 +12,11 @@ itself has no such split.
 
 Held out, where the data names no split: within each domain the documents with
 the lowest sha256 of "domain/id", until they hold `held_out_fraction` of the
-domain's bytes, never the domain's last document. Of a row without an id of its
-own, and of a document cut from plain text or tokens, the id is the sha256 of
-the text: equal texts are on the same side. The same documents on every machine;
-adding a document, wherever it stands, moves few others.
+domain's bytes, or of large files MOST_HELD, never the domain's last document.
+Of a row without an id of its own, and of a document cut from plain text or
+tokens, the id is the sha256 of the text: equal texts are on the same side. The
+same documents on every machine; adding a document, wherever it stands, moves
+few others.
 
 Cost: `documents` has the text in memory whole, train/data/token_cache.py not.
 """
@@ -45,6 +46,7 @@ FORMATS = (
   '.txt, .md and .jsonl (also .gz, .zst), .parquet, .bin, datasets folders'
 )
 HELD = ('validation', 'valid', 'val', 'dev', 'eval', 'test')
+MOST_HELD = 5_000_000  # bytes of a domain: more costs time and tells no more
 _NULL = re.compile(rb'"(?:id|domain)"\s*:\s*null')
 # In fingerprints of text whose rows may have no ids, as what we bring all have:
 # a cache of the time when their place decided is not taken for one of today.
@@ -298,7 +300,23 @@ def documents(path, held_out_fraction=0.1, options=rows_lib.PLAIN):
   Raises:
     UserError: missing path, no document with text, or a bad line.
   """
-  return split(read(source_files(path), path, options), held_out_fraction)
+  sources = source_files(path)
+  rows = read(sources, path, options)
+  most = most_held(path, sources, held_out_fraction)
+  return split(rows, held_out_fraction, most)
+
+
+def most_held(path, sources, fraction) -> float:
+  """Bytes that the rule holds out of a domain at most.
+
+  inf: of what we bring, and of files so small that the splits and fingerprints
+  of before there was a bound stay.
+  """
+  if path in ('fixture', 'corpus'):
+    return math.inf
+  each = (file for source in sources for file in tables.files_of(source.file))
+  size = sum(file.stat().st_size for file in each)
+  return MOST_HELD if fraction * size > MOST_HELD else math.inf
 
 
 def read(sources, path, options=rows_lib.PLAIN, say=log.warning):
@@ -315,7 +333,7 @@ def read(sources, path, options=rows_lib.PLAIN, say=log.warning):
   ]
 
 
-def split(rows, held_out_fraction):
+def split(rows, held_out_fraction, most=math.inf):
   """Documents of `rows`, held out by name where no split is given."""
   names = sorted({row.domain for row in rows})
   index = {name: i for i, name in enumerate(names)}
@@ -329,6 +347,7 @@ def split(rows, held_out_fraction):
     sizes,
     np.asarray([parts[row.split] for row in rows]),
     held_out_fraction,
+    most,
   )
   return [
     Document(row.domain, row.id, bool(h), row.text, int(size))
@@ -354,21 +373,21 @@ def occurrences(digests):
   return times
 
 
-def held_out(domain_ids, digests, n_bytes, parts, fraction):
+def held_out(domain_ids, digests, n_bytes, parts, fraction, most=math.inf):
   """(D,) bool: which documents are held out, by the rule above.
 
   Args:
     domain_ids, digests, n_bytes: (D,) domain, name_digest and size of each;
       those of one digest stay together.
     parts: (D,) 1: train, 2: held, 0: the rule decides.
-    fraction: of a domain's bytes.
+    fraction: of a domain's bytes. most: bytes of a domain.
   """
   held = parts == 2
   for domain in np.unique(domain_ids):
     free = np.flatnonzero((domain_ids == domain) & (parts == 0))
     order = free[np.argsort(digests[free], kind='stable')]
     before = np.cumsum(n_bytes[order]) - n_bytes[order]
-    wanted = fraction * n_bytes[free].sum()
+    wanted = min(fraction * n_bytes[free].sum(), most)
     _, first, group = np.unique(
       digests[order], return_index=True, return_inverse=True
     )

@@ -17,6 +17,7 @@ import glob
 import hashlib
 import json
 import logging
+import math
 import mmap
 import os
 import pathlib
@@ -145,7 +146,9 @@ def tokens(config, tokenizer, say=log.warning):
     before = files.states(f for s in sources for f in tables.files_of(s.file))
     _check_ids(sources, data.tokenizer)
     options = _options(data, tokenizer, sources)
-    print_ = _fingerprint(sources, tokenizer, data, options)
+    path = data.sources or data.path
+    most = corpus.most_held(path, sources, data.held_out_fraction)
+    print_ = _fingerprint(sources, tokenizer, data, options, most)
   except OSError as error:
     raise errors.UserError(
       f'data.path: {error.filename} cannot be read: {error.strerror}.'
@@ -153,11 +156,10 @@ def tokens(config, tokenizer, say=log.warning):
   for line in _named_splits(sources):
     say(line)
   folder, stem = _place(data, tokenizer, print_)
-  root, path = folder.parent, data.sources or data.path
   problem = cache_build.problem(folder, print_) if folder.exists() else None
   if folder.exists() and not problem:
     return _open(folder, path)
-  old = _others(root, stem, folder)
+  old = _others(folder.parent, stem, folder)
   if problem:
     say(f'token cache {folder} is damaged ({problem}): building it again.')
   elif old:
@@ -166,6 +168,7 @@ def tokens(config, tokenizer, say=log.warning):
     fingerprint=print_,
     path=path,
     held_out_fraction=data.held_out_fraction,
+    most_held=most,
     groups=list(corpus.weights(data)),
     states=before,
   )
@@ -259,11 +262,13 @@ def _place(data, tokenizer, print_):
   return root / f'{stem}-{print_[:16]}', stem
 
 
-def _fingerprint(sources, tokenizer, data, options):
+def _fingerprint(sources, tokenizer, data, options, most):
   """sha256 over everything that decides the tokens and the splits."""
   digest = hashlib.sha256(
     f'{cache_build.FORMAT}|{data.held_out_fraction!r}'.encode()
   )
+  if most < math.inf:
+    digest.update(f'|at most {most}'.encode())
   digest.update(tokenizer.fingerprint.encode())
   if tokenizer.first is not None:
     digest.update(f'|first={tokenizer.first}'.encode())

@@ -11,6 +11,7 @@ masks (train/data/objectives.py), of one draw of them, the same in any run.
 
 from collections.abc import Mapping
 import math
+import time
 import types
 from typing import Any, NamedTuple
 
@@ -82,11 +83,47 @@ class Evaluation(NamedTuple):
     return f'held-out {what} {self.bits_per_byte:.4f} ({each}){loss}'
 
 
+class Pace:
+  """Says how long an evaluation takes, if that is long, and how far it is."""
+
+  LONG, EVERY = 10.0, 30.0  # seconds in all; between lines
+
+  def __init__(self, batches, tokens, say, clock=time.monotonic):
+    self._batches, self._tokens = batches, tokens
+    self._say, self._clock = say, clock
+    self._first: Any = None  # (batches, time) when the clock starts
+    self._said: Any = None  # the time of the last line
+
+  def __call__(self, done):
+    """So many batches are done; the first time starts the clock."""
+    now = self._clock()
+    if self._first is None:
+      self._first = done, now
+      return
+    before, began = self._first
+    left = (now - began) / (done - before) * (self._batches - done)
+    if self._said is None and now - began + left >= self.LONG:
+      self._said = now
+      self._say(
+        f'evaluating {self._tokens:,} held-out tokens: about {left:,.0f} s '
+        'left; train.eval_batches reads fewer.'
+      )
+    elif self._said is not None and now - self._said >= self.EVERY:
+      self._said = now
+      self._say(f'evaluating: {done / self._batches:.0%}, {left:,.0f} s left')
+
+
 class Evaluator:
   """Compiles once, then evaluates parameters on every held-out document."""
 
   def __init__(
-    self, job, function, held_out=None, compiled=None, beat=lambda: None
+    self,
+    job,
+    function,
+    held_out=None,
+    compiled=None,
+    beat=lambda: None,
+    say=lambda line: None,
   ):
     """Args:
 
@@ -96,16 +133,19 @@ class Evaluator:
     compiled: the function, compiled already.
     beat: called whenever some batches are done (run/watchdog.py); what is true
       ends the evaluation there: in all processes, or in none.
+    say: called with a line now and then, if it takes long.
     """
     self._job, self._function, self._compiled = job, function, compiled
     self._held_out = job.held_out if held_out is None else held_out
-    self._beat = beat
+    self._beat, self._say = beat, say
 
   def __call__(self, params) -> Any:
     """The `Evaluation`; None: `beat` ended it."""
     job, domains, losses = self._job, {}, {}
     nats_all, bytes_all, tokens_all = 0.0, 0, 0
     lo, hi = job.local_rows(job.config.microbatch_rows)
+    tokens = sum(held.n_pairs for held in self._held_out)
+    pace, done = Pace(sum(map(len, self._held_out)), tokens, self._say), 0
     for held in self._held_out:
       if self._beat():
         return None
@@ -117,11 +157,13 @@ class Evaluator:
             'evaluation', self._function, params, batch
           )
         sums.append(self._compiled(params, batch))
+        done += 1
         # Hundreds of programs in flight can block each other on CPU devices.
-        if i % 8 == 7:
+        if i % 8 == 7 or done <= 2:
           jax.block_until_ready(sums[-1])
-          if self._beat():
-            return None
+          pace(done)
+        if i % 8 == 7 and self._beat():
+          return None
       nats = math.fsum(float(s) for s in jax.device_get(sums))
       domains[held.domain] = nats / math.log(2) / held.n_bytes
       losses[held.domain] = nats / held.n_pairs

@@ -149,6 +149,7 @@ def text(job, found: Cost, workdir='', traced=None) -> str:
     *([('ZeRO', whole(job.built))] if whole(job.built) else []),
     *([('replicas', _replicas(job))] if config.outer.active else []),
     ('data', _data(job)),
+    ('held out', held_out(job)),
     ('compute', _compute(job, found)),
   ]
   if traced:
@@ -291,6 +292,19 @@ def _data(job):
     f'{job.corpus.path}: {batches.rows * length:,} tokens in rows, read '
     f'{read}; tokenizer {job.tokenizer.name}'
   )
+
+
+def held_out(job) -> str:
+  """What an evaluation reads, beside what the steps read; job: program.Job."""
+  train, length = job.config.train, job.config.data.sequence_length
+  tokens = sum(held.n_pairs for held in job.held_out)
+  when = f'every {train.eval_every} steps' if train.eval_every else 'at the end'
+  line = f'{tokens:,} tokens of {len(job.held_out)} domains, read {when}: '
+  steps = tokens / (train.batch_size * length)
+  if steps <= train.steps:
+    return line + f'as many as of {steps:,.3g} steps'
+  times = steps / train.steps
+  return line + f"{times:,.3g} times the training's; train.eval_batches: fewer"
 
 
 def _times(epochs):

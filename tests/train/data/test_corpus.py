@@ -105,6 +105,31 @@ def test_held_out_is_a_fixed_share_of_every_domain(tmp_path):
   assert not any(d.held for d in corpus.documents(tmp_path, 0.0))
 
 
+def test_of_large_files_no_more_is_held_out_than_can_matter(
+  tmp_path, monkeypatch
+):
+  """And of a cache; small files keep the split that they had, and its name."""
+  path = write_jsonl(tmp_path / 'big.jsonl', numbered(200))
+  share, _ = build(path, tmp_path / 'cache')
+  size = path.stat().st_size // 10
+  monkeypatch.setattr(corpus, 'MOST_HELD', size + 1)
+  assert build(path, tmp_path / 'cache')[0].fingerprint == share.fingerprint
+  monkeypatch.setattr(corpus, 'MOST_HELD', size // 4)
+  made, _ = build(path, tmp_path / 'cache')
+  held = int(made.n_bytes[made.held].sum())
+  assert size // 4 <= held < size // 4 + 100
+  assert share.n_bytes[share.held].sum() > 2 * held
+  assert made.fingerprint != share.fingerprint
+  assert made.held.tolist() == [d.held for d in corpus.documents(path)]
+  # What a row says is not bounded, nor what we bring.
+  write_jsonl(path, numbered(200, split='held'))
+  assert all(d.held for d in corpus.documents(path))
+  held = lambda: [d.held for d in corpus.documents('fixture')]
+  before = held()
+  monkeypatch.setattr(corpus, 'MOST_HELD', 1)
+  assert held() == before
+
+
 def test_a_row_of_its_own_id_is_held_out_by_it(tmp_path):
   """The rule of shipped text: sha256 of 'paraxis/domain/id', by hand."""
   found = corpus.documents(write_jsonl(tmp_path / 'x.jsonl', numbered(50)))

@@ -75,6 +75,38 @@ def test_an_evaluation_ends_between_batches(tiny, corpus, held, batches):
   assert found is None and len(done) == batches
 
 
+def test_a_long_evaluation_is_said_while_it_runs():
+  """Not a short one: of 100 batches of a second the second one tells."""
+  now, said = [0.0], []
+  pace = evaluate.Pace(100, 5000, said.append, lambda: now[0])
+  for done in range(1, 101):
+    now[0] = 60.0 + done  # compiling took 60 s
+    pace(done)
+  assert said == [
+    'evaluating 5,000 held-out tokens: about 98 s left; train.eval_batches '
+    'reads fewer.',
+    'evaluating: 32%, 68 s left',
+    'evaluating: 62%, 38 s left',
+    'evaluating: 92%, 8 s left',
+  ]
+  said.clear()
+  pace = evaluate.Pace(9, 450, said.append, lambda: now[0])
+  for done in range(1, 10):
+    now[0] += 1
+    pace(done)
+  assert not said
+
+
+def test_a_run_says_the_pace_of_its_evaluation(
+  tiny, corpus, monkeypatch, tmp_path
+):
+  monkeypatch.setattr(evaluate.Pace, 'LONG', 0.0)
+  changes = {'data.path': corpus, 'train.eval_batches': 0, 'train.steps': 1}
+  _, said = tiny.run(tmp_path, changes)
+  told = [line for line in said if line.startswith('evaluating')]
+  assert len(told) == 1 and ' held-out tokens: about ' in told[0]
+
+
 def _evaluate(job, params):
   with job.context():
     made = step_lib.make(job.built, job.optimizer, 1.0)

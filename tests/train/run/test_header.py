@@ -136,6 +136,8 @@ def test_the_screen(tiny):
   assert f'{rows} rows of {length} tokens' in shown['step']
   read = 6 * rows / job.batches.rows
   assert read < 1 and f'read to {100 * read:.3g}%;' in shown['data']
+  held = sum(held.n_pairs for held in job.held_out)
+  assert shown['held out'].startswith(f'{held:,} tokens of ')
   assert shown['compute'].startswith('2.5 MFLOP a token; no MFU')
   assert shown['kernels'] == 'a x/y, b z'
   ram = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30
@@ -148,6 +150,27 @@ def test_the_screen(tiny):
   assert why.splitlines()[-1].split(None, 1) == [
     'checkpoints', 'none without --workdir'
   ]  # fmt: skip
+
+
+def test_held_out_text_beside_the_training():
+  fields = {'train.batch_size': 4, 'train.steps': 10}
+  held = [
+    types.SimpleNamespace(n_pairs=n) for n in (4 * T * 300, 4 * T * 7 + 32)
+  ]
+
+  def told(number, **more):
+    more = {f'train.{name}': value for name, value in more.items()}
+    config = schema.with_values(_config(), fields | more)
+    job = types.SimpleNamespace(config=config, held_out=held[:number])
+    return header.held_out(job)
+
+  assert told(1, steps=300) == (
+    '19,200 tokens of 1 domains, read at the end: as many as of 300 steps'
+  )
+  assert told(2, eval_every=5) == (
+    "19,680 tokens of 2 domains, read every 5 steps: 30.8 times the training's;"
+    ' train.eval_batches: fewer'
+  )
 
 
 def test_what_zero_cannot_share_is_said(tiny):
