@@ -11,8 +11,8 @@
 
 A file without a suffix (text8) is text if it is named itself and is UTF-8; in a
 folder it is passed over. The first two may end in .gz or .zst (extra zstd).
-`data.text_key` names the key or column of the text. Rows of tables without text
-are left out, counted, said.
+`data.text_key` names the key or column of the text. Rows of tables and .jsonl
+whose text is empty or null are left out, counted, said.
 
 A line of text longer than 65,536 characters (text8 is one line) is cut after
 the last space of every 8,192 characters, or there if they hold none; so its
@@ -22,6 +22,7 @@ Cost: a block of about 4 MB in memory, and one line of .jsonl.
 """
 
 import codecs
+import contextlib
 import gzip
 import io
 import json
@@ -118,9 +119,9 @@ def parse(block, options=rows.PLAIN) -> list[rows.Row]:
     return [rows.row(each, source) for each in block.rows]
   found = []
   for number, line in enumerate(io.BytesIO(block.data), block.first):
-    if line.strip():
-      where = f'{source.file}:{number}'
-      found.append(rows.row(_of_line(line, where, number, options), source))
+    where = f'{source.file}:{number}'
+    if line.strip() and (given := _of_line(line, where, number, options)):
+      found.append(rows.row(given, source))
   return found
 
 
@@ -168,13 +169,22 @@ class _Zstandard(io.RawIOBase):
 
 
 def _jsonl_blocks(source, options, say):
-  del options, say
-  first = 1
+  first, number, empty = 1, 0, 0
+  both = (json.dumps(options.text_key, ensure_ascii=x) for x in (True, False))
+  key = b'|'.join(re.escape(name.encode()) for name in both)
+  # Only these lines are parsed here, all of them where they are tokenized.
+  perhaps = re.compile(rb'(%s)\s*:\s*(null|"")' % key)
   file, raw = open_bytes(source.file)
   with raw:
     while lines := file.readlines(rows.BLOCK):
       yield rows.Block(source, first, 'lines', b''.join(lines), [], raw.tell())
       first += len(lines)
+      number += sum(not line.isspace() for line in lines)
+      for line in filter(perhaps.search, lines):
+        with contextlib.suppress(ValueError, RecursionError):  # refused there
+          empty += _is_empty(json.loads(line), options.text_key)
+  if empty:
+    say(f'{source.file}: {empty} of {number} rows have no text: left out.')
 
 
 def is_chat(source, text_key) -> bool:
@@ -197,7 +207,12 @@ def _is_talk(row, text_key):
   return isinstance(row, dict) and 'messages' in row and text_key not in row
 
 
+def _is_empty(row, text_key):
+  return isinstance(row, dict) and row.get(text_key, row) in (None, '')
+
+
 def _of_line(line, where, number, options):
+  """As rows.checked; None: its text is empty or null."""
   text_key = options.text_key
   try:
     row = json.loads(line)
@@ -216,7 +231,9 @@ def _of_line(line, where, number, options):
       *rows.checked(row | {text_key: text}, where, number, text_key),
       turns,
     ]
-  if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
+  if _is_empty(row, text_key):
+    return None
+  if not isinstance(row, dict) or text_key not in row:
     keys = ''
     if isinstance(row, dict):
       keys = f' (it has {", ".join(map(repr, list(row)[:8])) or "no key"})'
@@ -224,8 +241,11 @@ def _of_line(line, where, number, options):
       f'{where}: needs an object with a string "{text_key}"{keys}; '
       'data.text_key names the key of the text.'
     )
-  if not row[text_key]:
-    raise errors.UserError(f'{where}: "{text_key}" is empty (0 characters).')
+  if not isinstance(row[text_key], str):
+    raise errors.UserError(
+      f'{where}: "{text_key}" is of type {type(row[text_key]).__name__}, not a '
+      'string; data.text_key names the key of the text.'
+    )
   return rows.checked(row, where, number, text_key)
 
 

@@ -161,7 +161,7 @@ def test_a_long_name_has_a_cache(tmp_path, letter):
 def test_an_error_names_its_line_and_leaves_nothing(text, tmp_path, workers):
   with open(text / 'a.jsonl', 'a') as file:
     file.write('{"text": 1}\n')
-  with support.refused('a.jsonl:121: needs an object with a string "text"'):
+  with support.refused('a.jsonl:121: "text" is of type int, not a string'):
     build(text, tmp_path / 'cache', workers=workers)
   assert not list((tmp_path / 'cache').iterdir())
 

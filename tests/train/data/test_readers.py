@@ -124,6 +124,34 @@ def test_columns_beside_the_text(tmp_path):
   assert said == [f'{path}: 1 of 4 rows have no text: left out.']
 
 
+@pytest.mark.parametrize('block', [10, rows.BLOCK])
+def test_rows_of_jsonl_without_text_are_left_out(tmp_path, monkeypatch, block):
+  """As of tables; the others keep the number of their line as id."""
+  monkeypatch.setattr(rows, 'BLOCK', block)
+  texts = ['a', '', 'b', None, '"text": ""', '']
+  body = jsonl({'tëxt': t, 'text': ''} for t in texts) + b'\n'
+  body += '{"tëxt" : "", "n": 1}\n{"n": {"tëxt": ""}, "tëxt": "c"}\n'.encode()
+  path = tmp_path / 'a.jsonl.gz'
+  path.write_bytes(gzip.compress(body))
+  found, said = plain(path, text_key='tëxt')
+  assert found == [
+    ('a/1', None, 'a'), ('a/3', None, 'b'), ('a/5', None, '"text": ""'),
+    ('a/9', None, 'c'),
+  ]  # fmt: skip
+  assert said == [f'{path}: 4 of 8 rows have no text: left out.']
+
+
+def test_a_cache_is_of_the_rows_with_text(tmp_path):
+  path = tmp_path / 'a.jsonl'
+  path.write_bytes(jsonl({'text': t} for t in ('a', '', 'b', None)))
+  made, said = tokens(path, tmp_path / 'cache')
+  assert [made.name(n) for n in range(2)] == ['a/1', 'a/3']
+  assert said == [f'{path}: 2 of 4 rows have no text: left out.']
+  path.write_bytes(jsonl([{'text': ''}, {'text': None}]))
+  with support.refused('0 documents in 1 files'):
+    tokens(path, tmp_path / 'cache')
+
+
 def test_null_is_no_id_and_no_domain(tmp_path):
   path = tmp_path / 'a.jsonl'
   null = dict(id=None, domain=None, split=None)
