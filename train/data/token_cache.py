@@ -155,7 +155,7 @@ def tokens(config, tokenizer, say=log.warning):
     ) from error
   for line in _named_splits(sources):
     say(line)
-  folder, stem = _place(data, tokenizer, print_)
+  folder, stem = _place(data, tokenizer, options, print_)
   problem = cache_build.problem(folder, print_) if folder.exists() else None
   if folder.exists() and not problem:
     return _open(folder, path)
@@ -163,7 +163,7 @@ def tokens(config, tokenizer, say=log.warning):
   if problem:
     say(f'token cache {folder} is damaged ({problem}): building it again.')
   elif old:
-    say(f'the text or tokenizer of {path} changed: tokenizing it again.')
+    say(f'the text of {path} changed: tokenizing it again.')
   meta = dict(
     fingerprint=print_,
     path=path,
@@ -245,8 +245,13 @@ def _options(data, tokenizer, sources):
   )
 
 
-def _place(data, tokenizer, print_):
-  """(folder of the cache, how the caches of this source begin)."""
+def _place(data, tokenizer, options, print_):
+  """(folder of the cache, how the caches of this source begin).
+
+  A tokenizer counts by what it makes of text, not by its path: workdirs have a
+  copy each. What differs in it has a name of its own, so that none removes what
+  is of use to another.
+  """
   if data.sources:
     name, where = 'sources', ','.join(corpus.weights(data))
   else:
@@ -254,7 +259,12 @@ def _place(data, tokenizer, print_):
     name, where = found.stem.replace('*', '_'), found.resolve()
   where = f'{where}|{data.held_out_fraction}|{data.text_key}|{data.loss_on}'
   where += f'|{data.chat_template}'
-  key = hashlib.sha256(f'{where}|{tokenizer.name}'.encode()).hexdigest()[:8]
+  content = (
+    tokenizer.fingerprint, tokenizer.first, tokenizer.prefix, tokenizer.last,
+    tokenizer.vocab_size, tokenizer.pad_id,
+    '' if data.chat_template else options.template,
+  )  # fmt: skip
+  key = hashlib.sha256(f'{where}|{content}'.encode()).hexdigest()[:8]
   own = os.path.expanduser(data.cache_dir)
   root = pathlib.Path(own or cache.root() / 'tokens')
   # A name has 255 bytes at most, with all that is put around this one.

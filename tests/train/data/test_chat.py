@@ -5,6 +5,7 @@ The reference writes ChatML by hand and marks characters one by one.
 
 import datetime
 import json
+import shutil
 import sys
 from typing import Any
 
@@ -321,6 +322,23 @@ def test_training_text_is_that_of_every_day(tmp_path, monkeypatch):
   assert new.fingerprint != made.fingerprint
   _, _, again = build(path, tmp_path, template=PLAIN)
   assert again.fingerprint == plain.fingerprint
+
+
+def test_a_template_beside_a_tokenizer_has_its_own_cache(tmp_path):
+  """The text may be that of another run, of the same tokenizer's content."""
+  path = write(tmp_path / 'a.jsonl', [TALK])
+  special_tokenizer(tmp_path)
+  own = tmp_path / 'tokenizer.json'
+  made, about = [], (tmp_path / 'tokenizer_config.json').read_text()
+  for name, template in (('x', PLAIN), ('y', CHATML), ('z', PLAIN)):
+    (tmp_path / name).mkdir()
+    file = tmp_path / name / 'tokenizer.json'
+    shutil.copy(own, file)
+    (tmp_path / name / 'tokenizer_config.json').write_text(about)
+    (tmp_path / name / 'chat_template.jinja').write_text(template)
+    _, _, found = build(path, tmp_path, tokenizer=str(file))
+    made.append(found.folder)
+  assert made[0] == made[2] != made[1] and all(x.exists() for x in made)
 
 
 def test_tokens_beside_conversations_count_whole(tmp_path):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -327,6 +328,31 @@ def test_stale_cache_is_rebuilt_and_said_so(tmp_path):
   assert len(new.held) == 6 and new.fingerprint != old.fingerprint
   assert not old.folder.exists()
   np.testing.assert_array_equal(old.tokens, before)  # still mapped, untouched
+
+
+def test_copies_of_a_tokenizer_share_a_cache(tmp_path):
+  """Each workdir has one; what ends documents otherwise keeps its own cache."""
+  path = write_jsonl(tmp_path / 'a.jsonl', numbered(5))
+  shipped = pathlib.Path(tokenizer.__file__).parent / 'bpe2048.json'
+  files = [tmp_path / name / 'tokenizer.json' for name in ('x', 'y', 'z')]
+  for file in files:
+    file.parent.mkdir()
+    shutil.copy(shipped, file)
+  tokenizers = [tokenizer.load(str(file)) for file in files]
+  tokenizers[2].last = 9
+
+  def made():
+    given = config(path, tmp_path / 'cache')
+    return [token_cache.tokens(given, t).folder for t in tokenizers]
+
+  one, two, other = made()
+  assert one == two != other and one.exists() and other.exists()
+  write_jsonl(path, numbered(6))
+  given = config(path, tmp_path / 'cache')
+  token_cache.tokens(given, tokenizers[0])
+  assert not one.exists() and other.exists()
+  token_cache.tokens(given, tokenizers[2])
+  assert not other.exists()
 
 
 def test_rebuilding_is_logged(tmp_path, caplog):
