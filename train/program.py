@@ -32,6 +32,7 @@ from paraxis.train import expert_counts
 from paraxis.train import state as state_lib
 from paraxis.train.data import batch_ramp
 from paraxis.train.data import batches as data
+from paraxis.train.data import chat
 from paraxis.train.data import corpus as corpus_lib
 from paraxis.train.data import objectives
 from paraxis.train.data import shape_cycle
@@ -368,10 +369,7 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
     )
   batches = data.Batches(config, corpus)
   if batches.plan.cut:
-    say(
-      f'data: {batches.plan.cut} documents are cut between rows of '
-      f'{config.data.sequence_length} tokens; every token is used.'
-    )
+    say(chat.said_cut(batches, corpus, config.data))
   job = Job(
     config, program.built, program.optimizer, tokenizer, corpus, batches,
     data.evaluation(config, corpus),

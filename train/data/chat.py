@@ -20,6 +20,8 @@ in decoding it writes the day.
 import datetime
 from typing import NamedTuple
 
+import numpy as np
+
 from paraxis.configs.base import errors
 from paraxis.models.text import chat
 
@@ -78,6 +80,33 @@ def render(row, options, where) -> tuple[str, Turns]:
       spans.append((len(before), len(after)))
   last = messages[-1]['role'] == 'assistant'
   return text, Turns(tuple(spans), begin, end, last)
+
+
+def said_cut(batches, corpus, data) -> str:
+  """A line on documents that rows cut; what to do, if they are conversations.
+
+  Args:
+    batches: batches.Batches of the token_cache.Corpus. data: schema.Data.
+  """
+  length, of = data.sequence_length, 'group' if corpus.groups else 'domain'
+  line = (
+    f'data: {batches.plan.cut} documents are cut between rows of {length} '
+    'tokens; every token is used'
+  )
+  if not corpus.talks:
+    return f'{line}.'
+  chosen = [corpus.select('train', **{of: part}) for part in batches.parts]
+  pairs = corpus.lengths[np.concatenate(chosen)] - 1  # as packing counts
+  longer, longest = int((pairs > length).sum()), int(pairs.max())
+  line += ', but what follows a cut in a conversation sees nothing before it: '
+  enough = f'data.sequence_length={longest} cuts none.'
+  if data.packing == 'first_fit':
+    return line + enough
+  if not longer:
+    return line + 'data.packing=first_fit cuts none.'
+  return line + (
+    f'data.packing=first_fit cuts {longer}, longer than a row; with it {enough}'
+  )
 
 
 def _checked(row, options, where):

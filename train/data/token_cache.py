@@ -56,6 +56,7 @@ class Corpus:
   path:        config.data.path, for messages.
   folder:      of the cache.
   loss:        (N,) uint8, tokens that are predicted with loss; None: all are.
+  talks:       whether conversations are among the documents.
   groups:      (names, (D,) indices into them) of data.sources; None without.
   """
 
@@ -72,6 +73,7 @@ class Corpus:
   folder: pathlib.Path
   groups: tuple | None = None
   loss: np.ndarray | None = None
+  talks: bool = False
 
   def release(self):
     """Gives the pages read so far back; the system keeps the file cached.
@@ -157,8 +159,9 @@ def tokens(config, tokenizer, say=log.warning):
     say(line)
   folder, stem = _place(data, tokenizer, options, print_)
   problem = cache_build.problem(folder, print_) if folder.exists() else None
+  talks = bool(options.template)
   if folder.exists() and not problem:
-    return _open(folder, path)
+    return _open(folder, path, talks)
   old = _others(folder.parent, stem, folder)
   if problem:
     say(f'token cache {folder} is damaged ({problem}): building it again.')
@@ -183,7 +186,7 @@ def tokens(config, tokenizer, say=log.warning):
     ) from error
   for stale in old:
     shutil.rmtree(stale, ignore_errors=True)
-  return _open(folder, path)
+  return _open(folder, path, talks)
 
 
 def _named_splits(sources):
@@ -326,7 +329,7 @@ def _loss(folder):
   return np.memmap(path, dtype=np.uint8, mode='r') if path.exists() else None
 
 
-def _open(folder, path):
+def _open(folder, path, talks):
   """The Corpus in a cache whose checksums hold."""
   meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
   arrays = {
@@ -342,6 +345,7 @@ def _open(folder, path):
     **arrays,
     groups=groups,
     loss=_loss(folder),
+    talks=talks,
     domains=tuple(meta['domains']),
     fingerprint=meta['fingerprint'],
     vocab_size=meta['vocab_size'],

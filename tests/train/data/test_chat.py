@@ -5,6 +5,7 @@ The reference writes ChatML by hand and marks characters one by one.
 
 import datetime
 import json
+import re
 import shutil
 import sys
 from typing import Any
@@ -190,6 +191,39 @@ def test_batches_weigh_answers_alone(tmp_path, packing_name):
   assert held.n_pairs == sum(
     held.batch_at(i).weights.sum() for i in range(len(held))
   )
+
+
+def test_cut_conversations_name_the_remedy(tmp_path):
+  """By packing itself: what is said of first_fit and of longer rows holds."""
+  long = [{'role': 'user', 'content': 'é' * 30}, TALK[2]]
+  short = [
+    {'role': 'user', 'content': 'e'},
+    {'role': 'assistant', 'content': ''},
+  ]
+  path = write(tmp_path / 'a.jsonl', [long, *[short] * 9])
+
+  def said(**fields):
+    config, _, made = build(path, tmp_path, template=PLAIN, **fields)
+    data = batches.Batches(config, made)
+    return data.plan.cut, chat.said_cut(data, made, config.data)
+
+  fields = dict(held_out_fraction=0.0, sequence_length=70)
+  cut, line = said(**fields)
+  begin = f'data: {cut} documents are cut between rows of 70 tokens; every '
+  assert line.startswith(begin)
+  found = re.search(
+    'first_fit cuts (\\d+), .* data.sequence_length=(\\d+)', line
+  )
+  longer, enough = map(int, found.groups())
+  fields['packing'] = 'first_fit'
+  assert said(**fields)[0] == longer == 1 < cut
+  assert said(**fields)[1].endswith(
+    f': data.sequence_length={enough} cuts none.'
+  )
+  for length in (enough, enough - 1):
+    assert said(**fields | {'sequence_length': length})[0] == enough - length
+  fields |= dict(packing='concat_split', sequence_length=enough)
+  assert said(**fields)[1].endswith(': data.packing=first_fit cuts none.')
 
 
 @pytest.mark.parametrize('loss_on', ['all', 'assistant'])
