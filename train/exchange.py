@@ -5,11 +5,14 @@
 
 An import is step 0 of a folder without a run: `decode --checkpoint=` and `train
 --init_from=` read it. An export is config.json, safetensors, the tokenizer with
-its chat template, and a README with the licence; transformers opens it. Of
-tokenizers without a tokenizer.json (bytes, ids) it says so and writes none:
-reading the folder again then needs the name, `--tokenizer=bytes`.
+the chat template of the run (else of the weights that it began with), and a
+README with the licence; transformers opens it, and ends an answer where the
+template does. Of tokenizers without a tokenizer.json (bytes, ids) it says so
+and writes none: reading the folder again then needs the name,
+`--tokenizer=bytes`.
 """
 
+import importlib.util
 import json
 import pathlib
 import shutil
@@ -22,11 +25,13 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.decode import chat as chat_lib
 from paraxis.decode import loop
 from paraxis.models import build
 from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
+from paraxis.models.text import chat as templates
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.train import start
 from paraxis.train.run import origin as origin_lib
@@ -107,10 +112,16 @@ def send(
   )
   table = leaves_lib.table(config.model, described['model_type'])
   _check_leaves(text, run, table)
+  about = described | run.about
+  about['template'] = _template(config.data) or about['template']
+  if about['template'] and importlib.util.find_spec('jinja2') is None:
+    say(
+      'what the chat template writes behind an answer is not among the ends of '
+      "the export: reading it takes jinja2, pip install 'paraxis[chat]'"
+    )
   out = pathlib.Path(out).expanduser().resolve()
   made = _beside(out)
   try:
-    about = described | run.about
     tokenizer = _write_tokenizer(made, config, about, say)
     _write_json(
       made / files_lib.CONFIG,
@@ -155,6 +166,32 @@ def _check_leaves(text, run, table):
     )
 
 
+def _template(data):
+  """The chat template that a run of schema.Data is trained with; '': it names
+  none. UserError: it is not there any more."""
+  try:
+    return templates.template(data)
+  except errors.UserError as e:
+    raise errors.UserError(
+      f'{e} An export has the template that its run was trained with: put the '
+      'file back there.'
+    ) from e
+
+
+def _ends(tokenizer, about):
+  """[id] that a text ends with, or an answer by the chat template.
+
+  Arguments as of `_ids`. The tokenizer's own end stands before that of an
+  answer: a template may write it elsewhere, as its eos_token.
+  """
+  ends = [*about['ends']]
+  if tokenizer.specials:  # not of ids of an unknown tokenizer
+    ends += loop.end_ids(tokenizer)
+    if about['template']:
+      ends += chat_lib.Chat(tokenizer, about['template']).ends()
+  return [*dict.fromkeys(ends)]
+
+
 def _bos(tokenizer, about):
   """Id that config.json says to begin a text: as that of the weights that a run
   began with; None: nobody knows one."""
@@ -177,9 +214,7 @@ def _ids(tokenizer, config, about):
   about: of the run, with those of the weights that it began with, and of
   config.json.
   """
-  known = bool(tokenizer.specials)  # not of ids of an unknown tokenizer
-  ends = [*about['ends'], *(loop.end_ids(tokenizer) if known else [])]
-  ends = [*dict.fromkeys(ends)]
+  ends = _ends(tokenizer, about)
   pad = tokenizer.own_pad_id
   fits = pad is not None and pad < config.model.vocab_size
   bos = _bos(tokenizer, about)
@@ -210,7 +245,7 @@ def _write_tokenizer(folder, config, about, say):
   bos = bos if first is None else first
   if bos in tokenizer.special_ids and not tokenizer.prefix:
     written['bos_token'] = tokenizer.name_of(bos)
-  ends = tokenizer.last, *about['ends'], *loop.end_ids(tokenizer)
+  ends = tokenizer.last, *_ends(tokenizer, about)
   if named := [i for i in ends if i in tokenizer.special_ids]:
     written['eos_token'] = tokenizer.name_of(named[0])
   if first is not None:

@@ -340,7 +340,7 @@ class Foreign:
       self._source.keep_tokenizer(file, begun, say)
       data = dataclasses.replace(data, tokenizer=str(file))
       say(f'data.tokenizer: the one of {self.about["source"]}')
-    else:
+    elif tokenizer_lib.load(data.tokenizer).text != text:
       self.about |= OTHER
     if self.about['licence']:
       say(f'licence of the weights: {self.about["licence"]}')

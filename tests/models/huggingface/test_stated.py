@@ -4,6 +4,7 @@ Special tokens, and what the files say of them, are those of released weights;
 a Llama of one layer stands for their model.
 """
 
+import importlib.util
 import json
 
 import ml_dtypes
@@ -299,3 +300,105 @@ def test_a_text_of_glm_begins_with_two_tokens(tmp_path):
   assert written['eos_token'] == names[0]
   assert not {'bos_token', 'add_bos_token'} & {*written}
   assert kept(tmp_path).prefix == (3, 4)
+
+
+NAMES = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']  # ids 2, 3, 4
+CHATML = (
+  "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content"
+  " + '<|im_end|>' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+
+def base(path, template='old'):
+  """A folder whose model has learned no <|im_end|>."""
+  stated = dict(eos_token=NAMES[0], chat_template=template)
+  ids = dict(eos_token_id=2, bos_token_id=3)
+  return folder(path, spelled(NAMES), ids, stated)
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+  """(its template's file, the export of a run that data.chat_template named
+  it in, of a folder with another)."""
+  file, configured = tmp_path / 'chatml.jinja', origin.Foreign.configured
+  file.write_text(CHATML)
+
+  def change(*given):
+    made = configured(*given)
+    return schema.with_value(made, 'data.chat_template', str(file))
+
+  monkeypatch.setattr(origin.Foreign, 'configured', change)
+  exchange.bring(str(base(tmp_path / 'base')), tmp_path / 'a', quiet)
+  exchange.send(str(tmp_path / 'a'), tmp_path / 'out', say=quiet)
+  return file, tmp_path / 'out'
+
+
+def written(path):
+  """(config.json, tokenizer_config.json) of a folder."""
+  files = 'config.json', 'tokenizer_config.json'
+  return [json.loads((path / name).read_text()) for name in files]
+
+
+def test_an_export_has_the_template_of_its_run(tuned, tmp_path):
+  """And ends where it ends an answer; its documents end as they did."""
+  file, out = tuned
+  config, stated = written(out)
+  assert stated['chat_template'] == CHATML
+  assert config['eos_token_id'] == [2, 4] and stated['eos_token'] == NAMES[0]
+  assert ends(out) == ([NAMES[0], NAMES[2]], NAMES[0])
+  file.unlink()
+  with support.refused(f'{file}', 'cannot be read', 'put the file back'):
+    exchange.send(str(tmp_path / 'a'), tmp_path / 'b', say=quiet)
+  assert not (tmp_path / 'b').exists()
+
+
+def test_what_reads_no_template_is_said(tuned, tmp_path, monkeypatch):
+  find, said = importlib.util.find_spec, []
+  for missing in (False, True):
+    monkeypatch.setattr(
+      importlib.util,
+      'find_spec',
+      lambda name, *of, no=missing: (
+        None if no and name == 'jinja2' else find(name, *of)
+      ),
+    )
+    exchange.send(str(tmp_path / 'a'), tmp_path / f'{missing}', say=said.append)
+    assert any('takes jinja2' in line for line in said) == missing
+
+
+@pytest.mark.hf
+def test_transformers_talks_as_the_run_did(tuned):
+  """The prompt that it makes, and where its answers end."""
+  import hf_peer  # skips without torch
+
+  _, out = tuned
+  made = hf_peer.transformers.AutoTokenizer.from_pretrained(out)
+  turns = [dict(role='user', content='a')]
+  wanted = templates.rendered(CHATML, turns, ('', NAMES[0]), 'test', ask=True)
+  found = made.apply_chat_template(
+    turns, tokenize=False, add_generation_prompt=True
+  )
+  assert found == wanted and made.eos_token == NAMES[0]
+  config = hf_peer.transformers.AutoConfig.from_pretrained(out)
+  how = hf_peer.transformers.GenerationConfig.from_model_config(config)
+  assert how.eos_token_id == [2, 4]
+
+
+def test_their_own_tokenizer_by_its_path_is_theirs(tmp_path):
+  """Wherever it lies: its content says it. Of another nothing is known."""
+  path, copy = base(tmp_path / 'base', CHATML), tmp_path / 'copy.json'
+  copy.write_text((path / 'tokenizer.json').read_text())
+  for n, file in enumerate((path / 'tokenizer.json', copy)):
+    exchange.bring(str(path), tmp_path / f'{n}', quiet, str(file))
+    about = origin.Run(str(tmp_path / f'{n}')).about
+    assert (about['ends'], about['bos']) == ([2], 3)
+    assert about['template'] == CHATML
+    exchange.send(str(tmp_path / f'{n}'), tmp_path / f'out{n}', say=quiet)
+    config, stated = written(tmp_path / f'out{n}')
+    assert config['eos_token_id'] == [2, 4] and config['bos_token_id'] == 3
+    assert stated['chat_template'] == CHATML
+  copy.write_text(spelled(NAMES[::-1]))
+  exchange.bring(str(path), tmp_path / 'other', quiet, str(copy))
+  about = origin.Run(str(tmp_path / 'other')).about
+  assert {name: about[name] for name in origin.OTHER} == origin.OTHER
