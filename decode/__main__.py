@@ -332,6 +332,9 @@ COMMAND = command_line.Command(
   'overrides',
   notes=(
     "Fields of the run's config: --config.SECTION.FIELD=VALUE changes one",
+    (str, 'config.model.dtype=bfloat16', '',
+     'arithmetic; of --weights= else float32, twice the memory and time on a '
+     'GPU or TPU'),
     *((str, f'config.{name}=VALUE', f.default, f.metadata['doc'])
       for name, f in schema.fields()
       if name.startswith('decode.')),

@@ -20,6 +20,7 @@ from paraxis.configs.base import mixers
 from paraxis.decode import chat as chat_lib
 from paraxis.decode import latents
 from paraxis.decode import loop
+from paraxis.decode import stored
 from paraxis.decode import weights
 from paraxis.models import build
 from paraxis.models import layer
@@ -362,14 +363,9 @@ class Weights(Checkpoint):
     return ml_collections.ConfigDict(schema.to_dict(config)).lock()
 
   def parts(self, config, mesh_text='', rows=1, texts=()):
-    stored = self._source.files.quantized
-    if config.decode.weights == 'int4' and stored:
-      kinds = ', '.join(f'{name} ({n})' for name, n in sorted(stored.items()))
-      self._say(
-        f'decode.weights=int4: matrices of layers, stored as {kinds} tensors, '
-        'are rounded a second time, to nearest without minima; '
-        'decode.weights=loaded leaves them as they are'
-      )
+    platform = jax.default_backend()
+    for line in stored.lines(self._source.files, config, platform):
+      self._say(line)
     return super().parts(config, mesh_text, rows, texts)
 
   def template(self, data):

@@ -258,7 +258,8 @@ COMMAND = command_line.Command(
   'overrides',
   notes=(
     "Fields of the run's config: --config.SECTION.FIELD=VALUE changes one, as",
-    (str, 'config.model.dtype=float32', '', 'activations; logits always are'),
+    (str, 'config.model.dtype=bfloat16', '',
+     'activations, of --weights= else float32; logits are at least that'),
     'Exit codes: 0 done, 2 bad input, 14 a damaged checkpoint, or '
     'log-likelihoods\n  that are not finite',
   ),

@@ -8,6 +8,7 @@ Source: the format of safetensors (huggingface.co/docs/safetensors), of GGUF:
 models/huggingface/gguf_file.py.
 """
 
+import collections
 from collections.abc import Mapping
 import hashlib
 import json
@@ -33,6 +34,8 @@ OTHER_TOKENIZERS = (
   'vocab.json', 'merges.txt', 'vocab.txt', 'tokenizer.model', 'spiece.model',
 )  # fmt: skip
 PICKLES = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
+# What safetensors and GGUF call types of 16 bits.
+_HALVES = {'BF16': 'bfloat16', 'F16': 'float16'}
 _BLOCK, _BLOCKS = 2**16, 16  # bytes of a file that are hashed, and how often
 _COMPARED = 2**26  # numbers of a tensor that are compared at once
 
@@ -51,6 +54,8 @@ class Files:
     adds_bos: whether they say that a text begins with it; None: they do not.
     quantized: {type of less than 8 bits a number: how many tensors are stored
       in it}, as the file calls it.
+    half: 'bfloat16' or 'float16', if most numbers are stored in it; '': they
+      are not.
   """
 
   path: pathlib.Path
@@ -63,6 +68,7 @@ class Files:
   eos_token = ''
   adds_bos: bool | None = None
   quantized: Mapping[str, int] = {}
+  half = ''
 
   def read(self, name: str) -> np.ndarray:
     """The tensor of a name."""
@@ -121,10 +127,12 @@ class Folder(Files):
     if (path / GENERATION).is_file():
       self.generation = _json(path / GENERATION)
     self._file_of = self._files()
-    shapes = {
-      name: tuple(self._slice(name).get_shape())
-      for name in sorted(self._file_of, key=self._file_of.__getitem__)
-    }
+    shapes, numbers = {}, collections.Counter()
+    for name in sorted(self._file_of, key=self._file_of.__getitem__):
+      found = self._slice(name)
+      shapes[name] = tuple(found.get_shape())
+      numbers[found.get_dtype()] += math.prod(shapes[name])
+    self.half = half(numbers)
     self.shapes = {name: shapes[name] for name in self._file_of}
     self.licence = _licence(path)
     self.template = _template(path)
@@ -243,6 +251,11 @@ def _template(path):
     if (path / name).is_file():
       return chat.read(path / name)
   return ''
+
+
+def half(numbers: collections.Counter) -> str:
+  """`Files.half` of {type, as the files call it: how many numbers}."""
+  return _HALVES.get(max(numbers, key=numbers.__getitem__, default=''), '')
 
 
 def grouped(names) -> str:

@@ -19,6 +19,7 @@ convert_hf_to_gguf.py and llama-model.cpp in github.com/ggml-org/llama.cpp.
 import collections
 import functools
 import json
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +133,10 @@ class Gguf(files.Files):
     forms = [t.form for t in self._tensors.values()]
     few = (form.name for form in forms if form.size < form.values)
     self.quantized = collections.Counter(few)
+    numbers = collections.Counter()
+    for t in self._tensors.values():
+      numbers[t.form.name] += math.prod(t.shape)
+    self.half = files.half(numbers)
 
   def _field(self, name, default: Any = None, kind: Any = object) -> Any:
     """A field; UserError: not there, without a default, or of another type."""

@@ -466,6 +466,7 @@ def test_help_is_complete_and_starts_no_jax():
     [sys.executable, '-c', code], capture_output=True, text=True, check=True
   )
   own = [row[1] for row in command.COMMAND.flags if not isinstance(row, str)]
+  own += ['config.model.dtype=bfloat16']
   for name in (*own, *(f.name for f in dataclasses.fields(schema.Decode))):
     assert name in done.stdout, name
 
