@@ -68,7 +68,7 @@ def _train(values, config, _):
     flags['init_from'] = bool(values.init_from)
     compared = hosts_lib.fields_of(config, values.workdir, values.mesh, flags)
     hosts_lib.connect(*hosts, compared)
-  source = exchange_command.source(values)
+  source = exchange_command.source(values, config)
   if values.dry_run:
     return _dry_run(config, values, source)
   from paraxis.sharding.meter import compiling

@@ -7,7 +7,7 @@ from paraxis.configs.base import shares
 INIT = (
   ('path', 'init_from=PATH', '',
    'begin a new run with the weights of RUN, RUN/STEP, a folder of Hugging '
-   'Face, a .gguf file, or smollm2'),
+   'Face, a .gguf file, or smollm2; configs/finetune.py has rates for them'),
   (bool, 'init_optimizer', False,
    "with --init_from=RUN: its optimizer's state too"),
   (str, 'init_layers=FIRST:LAST', '',
@@ -24,16 +24,24 @@ _EMA = (
 )  # fmt: skip
 
 
-def source(values):
-  """What the flags `INIT` name, as run/origin.py's `open_`."""
-  from paraxis.train.run import origin
+def source(values, config):
+  """What the flags `INIT` name, as run/origin.py's `open_`.
 
-  return origin.open_(
+  Prints one line if the rates of a schema.Config are not those of tuning.
+  """
+  from paraxis.train.run import origin
+  from paraxis.train.updates import tuning
+
+  found = origin.open_(
     values.init_from,
     values.init_optimizer,
     layers=values.init_layers,
     ema=values.init_ema,
   )
+  line = tuning.line(config, found.about) if found else ''
+  if line and values.process_id <= 0:
+    print(line)
+  return found
 
 
 def _import(values, _, words):

@@ -131,6 +131,22 @@ def test_a_dry_run_of_a_folder(tiny, folder, tmp_path, capsys):
   assert not run.exists()
 
 
+def test_a_rate_of_a_model_from_scratch_is_said(tiny, folder, capsys):
+  """Once, and not of the config that is for tuning."""
+  common = ['train', f'--init_from={folder}', '--dry_run', '--mesh=data=8']
+  common += [f'--config.data.path={tiny.text}']
+  for config, rate, lines in (
+    (tiny.file, '3e-3', 1),
+    ('configs/finetune.py', '2e-5', 0),
+  ):
+    argv = [*common, f'--config={config}', '--config.data.tokenizer=bpe2048']
+    argv += [f'--config.optimizer.learning_rate={rate}'] if lines else []
+    assert cli.main(argv) == 0
+    shown = capsys.readouterr().out
+    assert shown.count('optimizer.learning_rate=0.003: ') == lines
+    assert '--config=configs/finetune.py' in shown or not lines
+
+
 def test_decoding_a_folder(folder, capsys):
   """The tokens of the run that it was; the licence is shown once."""
   assert _decode(folder) == 0
