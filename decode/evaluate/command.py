@@ -44,6 +44,7 @@ def scorer(opened, overrides, mesh='', length=0, batch_size=8, say=_say):
   _check_alike(runs)
   # Experts that drop would make a row's numbers depend on others.
   config.model.experts.capacity_factor = 0.0
+  config.decode.requests = 0  # a batch has rows of its own, on any mesh
   config.update_from_flattened_dict(overrides)
   config = schema.view(config)
   if latents.change(config.model):

@@ -181,10 +181,10 @@ class Scorer:
 
   def _continued(self, rows, new, stop):
     """[text] of the likeliest tokens after rows of ids, one by one, whatever
-    the run's config says of methods and judges."""
+    the run's config says of methods, judges and rows that are shared."""
     made = self._generator.generate(
       self._padded(rows), stop=stop, max_new_tokens=new, temperature=0.0,
-      method='autoregressive', judge='replay', draft='',
+      method='autoregressive', judge='replay', draft='', requests=0,
     )  # fmt: skip
     return [row['text'] for row in made[: len(rows)]]
 

@@ -60,15 +60,19 @@ metric_list:
 
 @pytest.fixture(scope='module')
 def workdir(tmp_path_factory):
+  return saved(tmp_path_factory.mktemp('run'))
+
+
+def saved(path, **more):
+  """A run of a small model in a workdir; more: sections of its config."""
   values = {
     'model': SIZES,
     'data': dict(tokenizer='bytes', sequence_length=32),
   }
-  config = schema.view(values)
+  config = schema.view(values | more)
   built = build.build(config, 'data=1', devices=jax.devices()[:1])
   with build.use(built):
     params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
-  path = tmp_path_factory.mktemp('run')
   return support.save_run(path, config, built, params)
 
 
@@ -107,6 +111,21 @@ def test_requests(model, capsys):
   ):
     (one,) = made([prompt], max_new_tokens=new, **greedy)
     assert text == one['text'].split('e' if new == 8 else '\n\n')[0]
+
+
+def test_rows_are_sharded_though_the_run_decodes_in_shared_ones(
+  model, tmp_path, capsys
+):
+  decode, mesh = dict(requests=2), dict(data=8)
+  path = str(saved(tmp_path, decode=decode, mesh=mesh))
+  pairs = asked(('Sea and', ' wind'), ('Rock', 'and salt'))
+  want = [nats for nats, _ in model.loglikelihood(pairs)]
+  capsys.readouterr()
+  for named in ('', 'data=8'):
+    made = harness.Requests(checkpoint=path, mesh=named, batch_size='2')
+    assert ', on data=8' in capsys.readouterr().err and made.scorer.rows == 8
+    found = [nats for nats, _ in made.loglikelihood(pairs)]
+    assert found == pytest.approx(want, abs=1e-4)
 
 
 def test_a_context_may_begin_without_bos(workdir, model):

@@ -228,15 +228,17 @@ def test_blanks_of_a_context_belong_to_the_continuation():
   assert made.continuations([('', 'wind')], []) == [third]
 
 
-def test_texts_are_one_by_one_whatever_the_run_decodes_by():
+def test_texts_are_one_by_one_whatever_the_run_decodes_by(capsys):
   _, params = drawn('plain')
   wanted = on('data=1', params, SIZES).texts([[258, 65]], 8, ())
   for decode in (
     dict(method='wavefront'), dict(method='medusa', draft='none.npz'),
     dict(method='speculative', draft_layers=1, judge='typical'),
+    dict(requests=1),
   ):  # fmt: skip
     made = on('data=1', params, SIZES, **decode)
     assert made.texts([[258, 65]], 8, ()) == wanted, decode
+  assert 'wait' not in capsys.readouterr().out  # for a row
 
 
 def test_what_cannot_be_scored_is_one_line():
