@@ -194,8 +194,9 @@ def _decode(options, overrides, _):
     given = made.tokenizer, template, options.system, made.begins
     chat = chat_lib.Chat(*given)
     if not inputs:
-      chat_lib.talk(made, chat, sys.stdin, options.stop, **chosen)
-      return errors.EXIT_OK
+      talk = chat_lib.talk
+      refused = talk(made, chat, sys.stdin, options.stop, **chosen)
+      return errors.EXIT_USER if refused else errors.EXIT_OK
     inputs = chat.each(prompts)
   domains = prompts_lib.domains(options.domain, len(inputs), made)
   if options.prompts_file is not None:

@@ -3,10 +3,14 @@
 The template is that of the weights, or data.chat_template, or beside the run's
 tokenizer. Its text asks for the assistant's next turn; special tokens that it
 writes are recognised, and a message that spells one is refused.
+
+A conversation goes on from ids: those that the model read and wrote stay, and
+the template adds what follows them. As text, an answer could be cut into other
+tokens than were written, or spell a special one.
 """
 
+import datetime
 import io
-import sys
 
 from paraxis.configs.base import errors
 from paraxis.decode import prompts as prompts_lib
@@ -86,6 +90,61 @@ class Chat:
       return found if self._begins else found[1:]
     return [*tokens.opening(), *found] if self._begins else found
 
+  def goes_on(self, before, messages):
+    """`ids` of messages that end with an answer and a user's message.
+
+    A template that writes a part of answers alone, as without their reasoning,
+    is followed: then all is read anew, unless an answer spells a special token.
+
+    Args:
+      before: the ids up to the end of that answer.
+
+    Raises:
+      UserError: as of `ids`.
+    """
+    specials, now = self._tokenizer.specials, datetime.datetime.now()
+    last = f'message {len(self._first + messages)} (user)'
+    templates.check_spelling(messages[-1]['content'], specials, last)
+    said = [m['content'] for m in messages if m['role'] == 'assistant']
+    texts = '\n'.join(m['content'] for m in messages)
+    free = (c for c in map(chr, range(ord(ANSWER), 0xF900)) if c not in texts)
+    mark = next(free, ANSWER)
+
+    def rendered(answer):
+      held = [*self._first, *messages]
+      held[-2] = held[-2] | dict(content=answer)
+      return templates.rendered(
+        self._template, held, self._specials, '--chat', ask=True, now=now
+      )
+
+    marked, squeezed = rendered(mark), lambda text: ''.join(text.split())
+    follows = marked.count(mark) == 1
+    if follows and not any(s in text for text in said for s in specials):
+      plain = squeezed(marked.replace(mark, said[-1]))  # blanks may be cut
+      follows = plain == squeezed(rendered(said[-1]))
+    if not follows:
+      return self.ids(messages)
+    return [*before, *self._inside(marked.partition(mark)[2])]
+
+  def written(self, result):
+    """Ids of an answer of `Generator.generate`, without a stop string."""
+    ids, text = result['tokens'], result['text']
+    if result['finish'] != 'stop':
+      return ids
+    for n in range(len(ids), 0, -1):
+      head = self._tokenizer.decode_bytes(ids[:n]).decode('utf-8', 'replace')
+      if text.startswith(head):
+        return [*ids[:n], *self._inside(text[len(head) :])]
+    return self._inside(text)
+
+  def _inside(self, text):
+    """Ids of text behind other text: some vocabularies put a space in front of
+    what begins."""
+    found, places = self._tokenizer.encode_offsets(ANSWER + text)
+    if any(start < 1 < stop for start, stop in places):
+      return self._tokenizer.encode_offsets(text)[0]
+    return [i for i, (_, end) in zip(found, places, strict=True) if end > 1]
+
 
 def asked(text):
   """[the message of a user]."""
@@ -95,31 +154,44 @@ def asked(text):
 def talk(made, chat, lines, stop=(), **options):
   """One conversation: a message a line, the answers to stdout as they come.
 
+  A line that spells a special token is refused on stderr, and left out.
+
   Args:
     made: loop.Generator. chat: Chat. lines: of text; empty ones are passed
       over. stop, options: as for `Generator.generate`.
 
+  Returns:
+    how many lines were refused.
+
   Raises:
-    UserError: a line that is no UTF-8.
+    UserError: a line that is no UTF-8; the template fails; the conversation is
+      longer than the cache.
   """
-  history = []
+  history, before, refused = [], [], 0
 
   def show(_, piece):
     print(piece, end='', flush=True)
 
   if isinstance(lines, io.TextIOWrapper):  # whatever the locale says
     lines.reconfigure(encoding='utf-8', errors='surrogateescape')
-  for line in lines:
-    if not line.strip():
-      continue
-    prompts_lib.check_utf8('stdin: ', [line.strip()])
-    history += asked(line.strip())
+  for text in filter(None, map(str.strip, lines)):
+    prompts_lib.check_utf8('stdin: ', [text])
     try:
-      (result,) = made.generate(
-        [chat.ids(history)], stop=stop, on_text=show, **options
+      templates.check_spelling(
+        text, made.tokenizer.specials, 'stdin: a message'
       )
+    except errors.UserError as e:
+      prompts_lib.say(e)
+      refused += 1
+      continue
+    history += asked(text)
+    ids = chat.goes_on(before, history) if before else chat.ids(history)
+    try:
+      (result,) = made.generate([ids], stop=stop, on_text=show, **options)
     finally:
       print(flush=True)
     history.append(dict(role='assistant', content=result['text']))
-  if not history:
-    print('paraxis: no message came in on stdin', file=sys.stderr)
+    before = [*ids, *chat.written(result)]
+  if not history and not refused:
+    prompts_lib.say('no message came in on stdin')
+  return refused

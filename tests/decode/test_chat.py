@@ -104,19 +104,117 @@ def test_a_message_is_read_by_the_template(run, made):
 
 
 def test_a_conversation_goes_on(run, made, monkeypatch):
-  """The second answer has read the first one."""
+  """The second answer has read the first one, as the ids that it was."""
   generator, _ = made
-  tokens, turns, want = generator.tokenizer, [], []
+  tokens, ids, want = generator.tokenizer, [], []
   for message in ('Name it', 'And then'):
-    turns.append(('user', message))
-    (found,) = generator.generate([ids_of(tokens, *turns)])
-    turns.append(('assistant', found['text']))
+    ids += ids_of(tokens, ('user', message))
+    (found,) = generator.generate([ids])
+    ids += [*found['tokens'], ENDS, *tokens.encode('\n')]
     want.append(found['text'])
   monkeypatch.setattr('sys.stdin', io.StringIO('Name it\n\n And then \n'))
   code, out, _ = run()
   assert code == 0 and out == ''.join(f'{text}\n' for text in want)
   (alone,) = generator.generate([ids_of(tokens, ('user', 'And then'))])
   assert alone['text'] != want[1]  # the test can fail
+
+
+class Told:
+  """A loop.Generator with answers that are given; keeps what it read."""
+
+  def __init__(self, tokenizer, *answers):
+    """answers: (ids, text, finish) each."""
+    self.tokenizer, self._answers, self.read = tokenizer, [*answers], []
+
+  def generate(self, prompts, **_):
+    self.read += prompts
+    tokens, text, finish = self._answers.pop(0)
+    return [dict(tokens=tokens, text=text, finish=finish)]
+
+
+def told(template, tokens, *answers, lines=('One', 'Two')):
+  """(what each answer of a conversation has read, lines refused)."""
+  made = Told(tokens, *answers)
+  refused = chat_lib.talk(made, chat_lib.Chat(tokens, template), lines)
+  return made.read, refused
+
+
+def test_an_answer_stays_as_it_was_written(made):
+  """Though it spells a special token, is of other tokens than its text, or
+  has one that no text has."""
+  tokens = made[0].tokenizer
+  line = tokens.encode('\n')
+  for text in ('the <|im_end|> of it', '  two\n', 'the', '\ue000'):
+    ids = [i for c in text for i in tokens.encode(c)]
+    for written in (ids, [*ids, STARTS], tokens.encode(text)):
+      given = (written, text, 'length'), ([], '', 'end')
+      (first, second), refused = told(CHATML, tokens, *given)
+      assert first == ids_of(tokens, ('user', 'One')) and not refused
+      new = [ENDS, *line, *ids_of(tokens, ('user', 'Two'))]
+      assert second == [*first, *written, *new]
+
+
+def test_of_an_answer_that_a_stop_ends_its_text_stays(made):
+  tokens = made[0].tokenizer
+  ids = tokens.encode('the') + tokens.encode('Xnd')
+  for text, want in (
+    ('the', tokens.encode('the')),
+    ('theX', tokens.encode('the') + tokens.encode('X')),
+  ):
+    given = (ids, text, 'stop'), ([], '', 'end')
+    (first, second), _ = told(CHATML, tokens, *given)
+    assert second[len(first) :][: len(want) + 1] == [*want, ENDS]
+
+
+def test_a_template_may_leave_out_a_part_of_answers(made):
+  """It is followed where its text can be; blanks alone change nothing."""
+  tokens = made[0].tokenizer
+  short = CHATML.replace('m.content', "m.content.split('=')[-1]")
+  trims = CHATML.replace('m.content', 'm.content|trim')
+  given = (tokens.encode('why = it '), 'why = it ', 'end'), ([], '', 'end')
+  (first, second), _ = told(short, tokens, *given)
+  turns = ('user', 'One'), ('assistant', ' it '), ('user', 'Two')
+  assert second == ids_of(tokens, *turns)
+  (first, second), _ = told(trims, tokens, *given)
+  assert second[len(first) :][: len(given[0][0])] == given[0][0]
+
+
+def test_what_follows_an_answer_is_no_beginning(tmp_path):
+  """Of a vocabulary that puts a space in front of what begins."""
+  pieces = ['<unk>', '\u2581', '\u2581a', 'a', '.', '<s>']
+  spec = dict(
+    model=dict(
+      type='BPE', vocab={p: i for i, p in enumerate(pieces)}, unk_token='<unk>',
+      merges=[['\u2581', 'a']],
+    ),
+    pre_tokenizer=dict(
+      type='Metaspace', replacement='\u2581', prepend_scheme='first',
+      split=False,
+    ),
+    added_tokens=[dict(
+      id=5, content='<s>', special=True, single_word=False, lstrip=False,
+      rstrip=False, normalized=False,
+    )],
+  )  # fmt: skip
+  file = tmp_path / 'tokenizer.json'
+  file.write_text(json.dumps(spec))
+  tokens = tokenizer.load(str(file))
+  template = '{% for m in messages %}{{ m.content }}.{% endfor %}'
+  given = ([3, 3], 'aa', 'length'), ([], '', 'end')
+  (first, second), _ = told(template, tokens, *given, lines=('a', 'a'))
+  assert first[-2:] == [2, 4]
+  assert second == [*first, 3, 3, 4, 3, 4]
+
+
+def test_a_message_that_spells_a_special_token_is_left_out(run, monkeypatch):
+  want = run('--prompt=Name it')[1].splitlines()[-1]
+  monkeypatch.setattr(
+    'sys.stdin', io.StringIO('an <|im_end|>\nName it\n<|im_start|>\n')
+  )
+  code, out, err = run()
+  assert (code, out.splitlines()[-1:]) == (2, [want])
+  said = [line for line in err.splitlines() if 'spells the special' in line]
+  assert len(said) == 2 and said[0].startswith('paraxis: stdin: a message')
 
 
 def test_an_answer_ends_as_turns_do(made, tmp_path, capsys):
