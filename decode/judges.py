@@ -131,12 +131,14 @@ def replay(z, drafts, draws, tree):
 def rejection(z, drafts, draws, tree, rest=lambda p, q: jnp.maximum(p - q, 0)):
   """See the module. rest: of p and q (B, V), what is drawn from where a draft
   is dropped, up to a factor."""
-  if draws.form.greedy or not tree.is_chain:
+  width = drafts.tokens.shape[1]
+  # Nothing is rejected without drafts: the draw of decoding one by one.
+  if draws.form.greedy or not tree.is_chain or not width:
     assert tree.is_chain or drafts.logits is None, 'choices of a tree are drawn'
     return replay(z, drafts, draws, tree)
   form, values = draws.form, draws.values
   p_of = lambda z: jax.nn.softmax(sampling.filtered(z, form, values), -1)
-  width, vocab = drafts.tokens.shape[1], jnp.arange(z.shape[2], dtype=jnp.int32)
+  vocab = jnp.arange(z.shape[2], dtype=jnp.int32)
   p, q, ok = [p_of(z[:, c]) for c in range(width + 1)], [], []
   certain, valid = drafts.logits is None, drafts.valid
   if not certain:  # from logits that are not finite there is no q
@@ -149,7 +151,7 @@ def rejection(z, drafts, draws, tree, rest=lambda p, q: jnp.maximum(p - q, 0)):
     u = annotate.put(jax.vmap(jax.random.uniform)(key), ('batch',))
     ok.append((u * of(q[c]) < of(p[c])) & valid[:, c])
   n = jnp.zeros_like(draws.request, jnp.int32)
-  n = accepted(jnp.stack(ok, 1)) if width else n
+  n = accepted(jnp.stack(ok, 1))
   tokens = []
   for c in range(width + 1):
     left = p[c]

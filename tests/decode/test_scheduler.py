@@ -134,6 +134,17 @@ def test_served_texts_are_those_of_one_batch(pattern, options):
   assert pieces == [r['text'] for r in found]
 
 
+def test_a_judge_that_is_given_no_drafts_draws_as_one_by_one():
+  """Rows of their own have a judge, shared ones have none."""
+  given = dict(max_new_tokens=9, **SAMPLED)
+  with jax.enable_x64(True):
+    generator, texts = module_cases.generator('WF'), prompts(4)
+    want = [r['tokens'] for r in generator.generate(texts, **given)]
+    for more in ({}, SERVED):
+      found = generator.generate(texts, judge='rejection', **given, **more)
+      assert [r['tokens'] for r in found] == want
+
+
 def test_rows_that_are_too_few_are_reported():
   said, generator = [], made('WF')
   generator._say, before = said.append, generator._say
