@@ -20,6 +20,7 @@ from paraxis.configs.base import mixers
 from paraxis.decode import chat as chat_lib
 from paraxis.decode import latents
 from paraxis.decode import loop
+from paraxis.decode import shared_rows
 from paraxis.decode import stored
 from paraxis.decode import weights
 from paraxis.models import build
@@ -284,29 +285,23 @@ class Checkpoint:
 
   def _mesh(self, config, text, rows):
     """(--mesh= text, devices): the run's mesh, or a reported substitute."""
-    devices = jax.devices()
+    devices, why = jax.devices(), ''
     sizes = build.mesh_sizes(config, text)
     idle = check_mesh(text, sizes, config.model.pattern)
     batch = rules_lib.preset(config.mesh.rules).axes('batch')
-    split = [a for a in batch if sizes.get(a, 1) != 1]
-    requests = config.decode.requests
-    chunks = config.decode.method == 'autoregressive'  # decode/scheduler.py
-    if not requests or text and not chunks:
-      split = []
-    elif text and split:
-      raise errors.UserError(
-        f'--mesh={text}: decode.requests={requests} rows are shared by all '
-        f'prompts, and {" and ".join(split)} would shard them; use tensor.'
-      )
     try:
-      mesh_lib.resolve(sizes, len(devices))
-      if not idle and not split:
+      full = mesh_lib.resolve(sizes, len(devices))
+      split = {a: full[a] for a in batch if full[a] != 1}
+      why = shared_rows.unsharded(config.decode, split)
+      if why and text:
+        raise errors.UserError(f'--mesh={text}: {why}.')
+      if not idle and not why:
         return text, devices
     except errors.UserError:
       if text:
         raise
     shards = 1
-    if 'data' in batch and not requests:
+    if 'data' in batch and not config.decode.requests:
       shards = max(
         n
         for n in range(1, len(devices) + 1)
@@ -317,7 +312,7 @@ class Checkpoint:
     self._say(
       f'the run used mesh {mesh_lib.describe(sizes)}, here '
       f'{"is" if one else "are"} {here}: decoding with data={shards} on '
-      f'{shards} of them (--mesh= names another)'
+      f'{shards} of them (--mesh= names another){why and f"; {why}"}'
       if self._of_a_run
       else f'{here}, decoding on {shards} (--mesh= names another)'
     )

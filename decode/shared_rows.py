@@ -21,6 +21,7 @@ Legend: R rows, n lanes of prompts, T prompt tokens (padded).
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -51,6 +52,28 @@ class Sizes(NamedTuple):
     if self.shards > 1:
       return self.rows
     return min(max(self.budget // self.length, 1), self.rows)
+
+
+def unsharded(decode, split):
+  """Why shared rows cannot be sharded as a mesh would, and what to do; '': they
+  can, or no rows are shared.
+
+  decode: schema.Decode. split: {mesh axis, larger than 1: size} of rows.
+  """
+  count, shards = decode.requests, math.prod(split.values())
+  if not count or shards == 1:
+    return ''
+  if decode.method == 'autoregressive':  # scheduler.py
+    return (
+      f'decode.requests={count} rows are shared by all prompts, and '
+      f'{" and ".join(split)} would shard them; use tensor'
+    )
+  if count % shards:
+    return (
+      f'decode.requests={count} rows on {shards} batch shards: take a multiple '
+      f'of {shards}, or another mesh'
+    )
+  return ''
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -121,6 +121,35 @@ def test_prompts_that_share_rows(run, tmp_path):
   assert (code, out) == (2, '') and '3 rows on 8 batch shards' in err[-1]
 
 
+@pytest.mark.parametrize(
+  'decode, line',
+  [
+    (dict(requests=8, method='prompt_lookup'), ', on data=8'),
+    (
+      dict(requests=3, method='prompt_lookup'),
+      'data=1 on 1 of them (--mesh= names another); decode.requests=3 rows on '
+      '8 batch shards',
+    ),
+    (
+      dict(requests=8),
+      'data=1 on 1 of them (--mesh= names another); decode.requests=8 rows are '
+      'shared by all prompts',
+    ),
+  ],
+)
+def test_the_mesh_of_a_run_shards_shared_rows_that_it_may(
+  tmp_path, decode, line
+):
+  """And a line says why it may not."""
+  said, run = [], save(tmp_path, (1,), data=8)
+  with load.Checkpoint(run, say=said.append) as opened:
+    config = opened.config()
+    config.decode.update(decode)
+    opened.parts(schema.view(config))
+  assert line in '\n'.join(said)
+  assert len(said) == 1 + ('on 1 of' in line)
+
+
 @pytest.mark.parametrize('more', ((), ('--requests=2',), ('--drafts=2',)))
 def test_each_result_is_printed_when_it_ends(run, tmp_path, more):
   """A line each, numbered as the prompts are; those of one object for all."""
