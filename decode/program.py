@@ -9,7 +9,9 @@
 One token after the other is the method without drafts. A row whose logits are
 not finite ends there: a token drawn from NaN would look like any other.
 
-Cost: each call reads every parameter and the row's cache once.
+Cost: each call reads every parameter and the row's cache once; but a mixer with
+a state of one size runs token by token over a chain of drafts, and its
+parameters are read C + 1 times (models/mixers/protocol.py: `lanes`).
 Legend: B rows, T prompt tokens, S cache slots, M new tokens, C drafts, D drafts
 of the longest path, V vocabulary.
 """

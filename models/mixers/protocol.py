@@ -12,6 +12,8 @@ has its tokens first and its padding behind.
 Decoding calls `decode`, which reads the state of cache rows and writes nothing,
 and `commit`, which keeps some of the tokens in flight (packed.py). A mixer with
 a state of one size needs no more than `__call__`; one with slots defines both.
+What the former reads of its parameters, it reads once a step; in lanes of
+drafts, whose states after every token are asked for, once a token (`lanes`).
 
 The length may be sharded over the mesh axis `context`: attention then crosses
 shards in sharding/sequence/attention.py, a recurrence in
@@ -155,6 +157,9 @@ def state(names, *shape, dtype):
 def lanes(call, x, see, state, *more):
   """`Mixer.decode` of a state of one size: `call` on every group of lanes.
 
+  With packed.Group.each it is called on one token after the other: its
+  parameters are read, and its products compiled, C times.
+
   Returns:
     (y, [states of each group: (n, ...), or (C, n, ...) with packed.Group.each],
     no aux).
@@ -174,7 +179,7 @@ def _last(call, x, see, state, *more):
 
 
 def _each(call, x, see, state, *more):
-  """Token by token: (y, states after each, (C, n, ...))."""
+  """Token by token, C calls: (y, states after each, (C, n, ...))."""
   ys, states = [], []
   for t in range(x.shape[1]):
     now = jax.tree.map(lambda z, t=t: z[:, t : t + 1], (x, see))
