@@ -3,7 +3,9 @@
 One compiled step serves all of them. It has a lane of one token for each row,
 and a few lanes of `CHUNK` tokens for prompts: rows whose prompt is read decode,
 while others are read chunk by chunk (SplitFuse; DeepSpeed-FastGen,
-arXiv:2401.08671), and a row that ends is given to the next request.
+arXiv:2401.08671), and a row that ends is given to the next request. A request
+has one lane: a prompt of n tokens takes n / `CHUNK` steps, however many there
+are (decode.budget), and those that no prompt needs are computed empty.
 Chunks begin at multiples of `CHUNK` tokens of a prompt, and what a lane
 computes depends on nothing of the others. So on one device the numbers of a
 request are bitwise the same, whatever comes with it, in whatever order and

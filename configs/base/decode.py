@@ -180,9 +180,9 @@ class Decode:
   )  # fmt: skip
   budget: int = field(
     128,
-    'continuous batching: tokens of prompts that a step reads, in lanes of 64; '
-    'of methods other than autoregressive, of whole prompts read at once, at '
-    'least one (where rows are sharded, of all rows)',
+    'continuous batching: tokens of prompts that a step reads, in lanes of 64, '
+    'at most 64 of one prompt; of methods other than autoregressive, of whole '
+    'prompts read at once, at least one (where rows are sharded, of all rows)',
     low=64, high=MOST_LENGTH,
   )  # fmt: skip
   weights: str = field(
