@@ -111,7 +111,8 @@ class Program:
     number = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
     draw = number if drawn else None
     valid = None if config.data.loss_on == 'all' else one
-    return batch_lib.Batch(*[ids] * 4, weights, one, draw=draw, valid=valid)
+    given = ids, ids, ids, ids, weights, one
+    return batch_lib.Batch(*given, draw=draw, valid=valid)
 
   def local_rows(self, rows: int) -> tuple[int, int]:
     """(lo, hi): the rows of a batch axis that this process's devices hold."""
