@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs.base import errors
-from paraxis.models import aux as aux_lib
 from paraxis.train import expert_counts
 from paraxis.train.steps import gradients as gradients_lib
 
@@ -135,22 +134,11 @@ def gradients(built, code, shares, params, batch, cotangent=1.0):
       'a coded gradient of a model with experts: their counts are no sum over '
       'chunks; take model.experts.count=0.'
     )
-  layouts = _Decoded(built, params)
 
-  def body(params, batch, cotangent, shares):
+  def of_shard(built, layouts, params, batch, cotangent, shares):
     layouts.share = shares[jax.lax.axis_index(AXIS)]
     rows = _own_rows(batch, code)
     return gradients_lib.of_batch(built, layouts, params, rows, cotangent)
 
-  return jax.shard_map(
-    body,
-    in_specs=(
-      layouts.own, gradients_lib.batch_specs(batch), jax.P(), jax.P()
-    ),
-    out_specs=(
-      jax.P(),
-      expert_counts.without(built.model, layouts.of_step),
-      aux_lib.Aux(jax.P(), jax.P(), {}),
-    ),
-    check_vma=False,
-  )(params, batch, jnp.asarray(cotangent), jnp.asarray(shares))  # fmt: skip
+  given = params, batch, cotangent, _Decoded, [jnp.asarray(shares)]
+  return gradients_lib.in_region(built, of_shard, *given)

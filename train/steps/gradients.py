@@ -204,7 +204,9 @@ def _with_loads(model, layouts, params, batch, count):
   return params | {p: n.astype(params[p].dtype) for p, n in found.items()}
 
 
-def in_region(built, of_shard, params, batch, cotangent=1.0):
+def in_region(
+  built, of_shard, params, batch, cotangent=1.0, layouts=PerShard, more=()
+):
   """Step.grads with collectives of our own, in one manual region.
 
   Every shard differentiates the loss of its own tokens (and layers).
@@ -214,20 +216,21 @@ def in_region(built, of_shard, params, batch, cotangent=1.0):
     of_shard: (built, layouts, params, batch, cotangent) -> as Step.grads;
       `of_batch` or `on_stages`.
     params, batch, cotangent: as of Step.grads.
+    layouts: class. more: arrays that of_shard takes whole, after the others.
   """
-  layouts, model = PerShard(built, params), built.model
+  layouts, model = layouts(built, params), built.model
   loads = expert_counts.paths(model, (expert_counts.LOAD,))
   counts = {p: layouts.own[p] for p in loads}
   return jax.shard_map(
     functools.partial(of_shard, built, layouts),
-    in_specs=(layouts.own, batch_specs(batch), jax.P()),
+    in_specs=(layouts.own, batch_specs(batch), *[jax.P()] * (1 + len(more))),
     out_specs=(
       jax.P(),
       expert_counts.without(model, layouts.of_step),
       aux_lib.Aux(jax.P(), jax.P(), counts),
     ),
     check_vma=False,
-  )(params, batch, jnp.asarray(cotangent))
+  )(params, batch, jnp.asarray(cotangent), *more)
 
 
 def over_tokens(x):
