@@ -268,22 +268,6 @@ def send(plan, p, state):
   return state._replace(outer=state.outer._replace(flight=flight))
 
 
-def land(plan, p, state):
-  """State after the sum of fragment p that is under way; sends nothing."""
-  return _landed(plan, p, state, sends=False, late=True)
-
-
-def exchange(plan, p, state):
-  """State after `send` and `land` in one: outer.delay=0."""
-  return _landed(plan, p, state, sends=True, late=False)
-
-
-def turn(plan, p, state):
-  """State after the sum of fragment p of a period ago has landed, and the one
-  of this period is under way: outer.delay is the period."""
-  return _landed(plan, p, state, sends=True, late=True)
-
-
 def _landed(plan, p, state, sends, late):
   """State after fragment p has landed.
 
@@ -310,6 +294,13 @@ def _landed(plan, p, state, sends, late):
   return state._replace(params=anchor, outer=kept)
 
 
+# What is under way lands, and nothing is sent; what is sent lands at once:
+# outer.delay=0; what lands was sent a period ago: outer.delay is the period.
+land = functools.partial(_landed, sends=False, late=True)
+exchange = functools.partial(_landed, sends=True, late=False)
+turn = functools.partial(_landed, sends=True, late=True)
+
+
 def pair(plan, p, state):
   """State after each replica has met another of its own fragment p."""
   own = state.outer.params, state.outer.each
@@ -326,7 +317,7 @@ def pair(plan, p, state):
   return state._replace(outer=state.outer._replace(params=params, each=each))
 
 
-KINDS = {f.__name__: f for f in (send, land, exchange, turn, pair)}
+KINDS = dict(send=send, land=land, exchange=exchange, turn=turn, pair=pair)
 
 
 def functions(config, model):
