@@ -26,6 +26,7 @@ from paraxis.configs.base import errors
 from paraxis.models import aux as aux_lib
 from paraxis.sharding import annotate
 from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.tensor import product_layouts
 from paraxis.train import expert_counts
 from paraxis.train.steps import gradients as gradients_lib
 
@@ -238,13 +239,7 @@ def squares(specs, grads):
 
 def _extra(before, after):
   """[(dimension, mesh axes)] that a PartitionSpec has beyond another."""
-  pairs = zip(
-    gradients_lib.axes_of(before), gradients_lib.axes_of(after), strict=True
-  )
-  more = (
-    (i, tuple(a for a in b if a not in c)) for i, (c, b) in enumerate(pairs)
-  )
-  return [(i, axes) for i, axes in more if axes]
+  return product_layouts.extra(*map(gradients_lib.axes_of, (after, before)))
 
 
 def _cut(x, before, after):
