@@ -15,6 +15,7 @@ import csv
 import math
 
 import numpy as np
+from scipy.stats import qmc
 
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
@@ -65,31 +66,20 @@ def scores(run, *, examples, within):
   )
 
 
-def _halton(i, base):
-  """The i-th number, from 1, of van der Corput's sequence, in (0, 1)."""
-  out, share = 0.0, 1.0
-  while i:
-    share /= base
-    i, digit = divmod(i, base)
-    out += share * digit
-  return out
-
-
 def _points(space, count, study):
   """`count` points of a search space, others in each study.
 
   space: {field of schema.Optimizer: [low, high]}, logarithmic.
   """
-  rows = []
-  for i in range(count):
-    at = [_halton(study * count + i + 1, base) for base in (2, 3, 5)]
-    rows.append(
-      {
-        name: float(f'{low * (high / low) ** x:.3g}')
-        for (name, (low, high)), x in zip(space.items(), at, strict=False)
-      }
-    )
-  return rows
+  points = qmc.Halton(len(space), scramble=False)
+  points.fast_forward(study * count + 1)  # without the first, all zeros
+  return [
+    {
+      name: float(f'{low * (high / low) ** x:.3g}')
+      for (name, (low, high)), x in zip(space.items(), row, strict=True)
+    }
+    for row in points.random(count)
+  ]
 
 
 def _curve(rows):
