@@ -30,7 +30,6 @@ import functools
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
@@ -126,31 +125,9 @@ def _scan(x, state, *, chunk=0, impl='auto'):
   count = jnp.cumsum(reset.reshape(B, -1, chunk).astype(jnp.int32), -1)
   tokens = delta_xla.DeltaTokens(*arrays, segment=count.reshape(B, -1))
   state = state.astype(jnp.promote_types(x.q.dtype, jnp.float32))
-  scanned: Any = _delta_scan(chosen, chunk, *varying.same((tokens, state)))
+  scanned: Any = gated.scanned(chosen, chunk, *varying.same((tokens, state)))
   o, state = scanned
   return o[:, :T], state
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _delta_scan(chosen, chunk, tokens, state):
-  return chosen.forward(tokens, state, chunk, False)[:2]
-
-
-def _forward(chosen, chunk, tokens, state):
-  out = chosen.forward(tokens, state, chunk, True)
-  # Named here, where they are residuals: a policy that keeps them never runs
-  # the forward pass again.
-  o, state, starts = (checkpoint_name(x, 'scan') for x in out)
-  return (o, state), (tokens, starts)
-
-
-def _backward(chosen, chunk, residuals, cotangents):
-  tokens, starts = residuals
-  *gradients, d_state = chosen.backward(tokens, starts, cotangents, chunk)
-  return delta_xla.DeltaTokens(*gradients, segment=None), d_state
-
-
-_delta_scan.defvjp(_forward, _backward)
 
 
 # ------------------------------------------------------- length over devices --

@@ -172,8 +172,8 @@ def gated_scan(
   count = jnp.cumsum(reset_BT.reshape(B, -1, chunk).astype(jnp.int32), -1)
   tokens = gated_chunk.GatedTokens(*arrays, segment=count.reshape(B, -1))
   tokens, state = varying.same((tokens, state_BHKV.astype(wide)))
-  scanned: Any = _gated_scan(chosen, chunk, tokens, state)
-  o, state = scanned
+  out: Any = scanned(chosen, chunk, tokens, state)
+  o, state = out
   return o[:, :T], state
 
 
@@ -192,7 +192,11 @@ def finite(log_decay):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated_scan(chosen, chunk, tokens, state):
+def scanned(chosen, chunk, tokens, state):
+  """(o, state after the last token) of padded tokens, with gradients.
+
+  tokens: a NamedTuple whose last field is `segment`, which has none.
+  """
   return chosen.forward(tokens, state, chunk, False)[:2]
 
 
@@ -207,10 +211,10 @@ def _forward(chosen, chunk, tokens, state):
 def _backward(chosen, chunk, residuals, cotangents):
   tokens, starts = residuals
   *gradients, d_state = chosen.backward(tokens, starts, cotangents, chunk)
-  return gated_chunk.GatedTokens(*gradients, segment=None), d_state
+  return type(tokens)(*gradients, segment=None), d_state
 
 
-_gated_scan.defvjp(_forward, _backward)
+scanned.defvjp(_forward, _backward)
 
 
 # ------------------------------------------------------- length over devices --
