@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from paraxis.train.claims import task as task_lib
 from paraxis.train.data import corpus
 
 BYTES = 264  # rows of a vocabulary of bytes, as presets.tiny has it
@@ -22,7 +23,7 @@ def _texts(path, held):
 
 
 @dataclasses.dataclass(frozen=True)
-class Labels:
+class Labels(task_lib.Task):
   """`size` bytes of a text; the last asks for its domain: answer d is byte d.
 
   No text has these bytes, control characters. Domains are as frequent as one
@@ -36,16 +37,10 @@ class Labels:
   classes: int
   vocabulary: ClassVar[int] = BYTES
   mix: ClassVar[tuple] = ()
-  also: ClassVar[tuple] = ()
 
   @property
   def length(self):
     """T."""
-    return self.size
-
-  @property
-  def whole(self):
-    """Tokens of a held-out row."""
     return self.size
 
   @property

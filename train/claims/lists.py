@@ -35,15 +35,17 @@ draws and draws the others again (confidence of the drawn token, at temperature
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
+
+from paraxis.train.claims import task as task_lib
 
 OPERATIONS = ('copy', 'reverse', 'sort', 'shuffle', 'replace')
 
 
 @dataclasses.dataclass(frozen=True)
-class Lists:
+class Lists(task_lib.Task):
   """As tasks.py has it; a document of every length is padded to the longest.
 
   least, most: items of a list. items: that there are. operations: of
@@ -58,7 +60,6 @@ class Lists:
   operations: tuple = OPERATIONS
   whole_rows: bool = False
   mix: tuple = ()
-  also: ClassVar[tuple] = ()
   guess = (0.0, 'nothing')
 
   @property
@@ -128,11 +129,6 @@ class Lists:
       weights[row, len(begin) : len(full)] = 1
     tokens = np.pad(targets[:, :-1], ((0, 0), (1, 0)))
     return tokens, targets, weights
-
-  def right(self, hit_BT, batch):
-    """(1,) share of the answers' tokens that are the likeliest ones."""
-    part = batch.weights > 0
-    return ((hit_BT & part).sum() / part.sum())[None]
 
 
 def is_right(task, operation, items, answer) -> bool:

@@ -12,9 +12,11 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from paraxis.train.claims import task as task_lib
+
 
 @dataclasses.dataclass(frozen=True)
-class Addition:
+class Addition(task_lib.Task):
   """Tokens 0 to 9, 10: plus, 11: equals. digits: of each number; a sum has one
   more, and leading zeros stay."""
 
@@ -28,11 +30,6 @@ class Addition:
   def length(self):
     """T."""
     return 3 * self.digits + 2
-
-  @property
-  def whole(self):
-    """Tokens of a held-out row."""
-    return self.length
 
   @property
   def about(self):
@@ -56,5 +53,4 @@ class Addition:
     """(2,) share of the sums that are right, and of their digits."""
     asked = batch.weights[0] > 0
     hit = jnp.where(asked, hit_BT, True).all(-1).mean()
-    part = batch.weights > 0
-    return jnp.stack([hit, (hit_BT & part).sum() / part.sum()])
+    return jnp.stack([hit, task_lib.share(hit_BT, batch.weights > 0)])

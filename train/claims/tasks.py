@@ -46,10 +46,11 @@ from paraxis.models import batch as batch_lib
 from paraxis.train.claims import labels
 from paraxis.train.claims import lists
 from paraxis.train.claims import sums
+from paraxis.train.claims import task as task_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Recall:
+class Recall(task_lib.Task):
   """`pairs` bindings, each asked for once.
 
   words: of a name; word i is one of `choices` tokens of its own. digits: of a
@@ -65,7 +66,6 @@ class Recall:
   values: int
   unseen: int = 0
   mix: tuple = ()
-  also: ClassVar[tuple] = ()
 
   @property
   def length(self):
@@ -124,7 +124,7 @@ class Recall:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parity:
+class Parity(task_lib.Task):
   """Tokens 0 and 1; answers 2: even so far, 3: odd.
 
   length: bits of a held-out row, more than those of `mix`, in training.
@@ -134,11 +134,6 @@ class Parity:
   mix: tuple
   vocabulary: ClassVar[int] = 4
   guess: ClassVar[tuple] = (0.5, 'chance')
-
-  @property
-  def whole(self):
-    """Bits of a held-out row."""
-    return self.length
 
   @property
   def also(self):
@@ -159,11 +154,11 @@ class Parity:
   def right(self, hit_BT, batch):
     """(2,) shares: after more bits than in training, and up to those."""
     far = batch.positions >= max(self.mix)
-    return jnp.stack([_share(hit_BT, part) for part in (far, ~far)])
+    return jnp.stack([task_lib.share(hit_BT, part) for part in (far, ~far)])
 
 
 @dataclasses.dataclass(frozen=True)
-class Hops:
+class Hops(task_lib.Task):
   """`symbols` tokens; the answer s is the token symbols + s.
 
   A token without so many earlier occurrences is not asked. mix: tokens of a
@@ -174,17 +169,11 @@ class Hops:
   symbols: int
   hops: int
   mix: tuple = ()
-  also: ClassVar[tuple] = ()
 
   @property
   def vocabulary(self):
     """Tokens that may occur, and answers."""
     return 2 * self.symbols
-
-  @property
-  def whole(self):
-    """Tokens of a held-out row."""
-    return self.length
 
   @property
   def guess(self):
@@ -216,13 +205,9 @@ class Hops:
     found = np.take_along_axis(tokens, at, 1)  # of -1: any, it is not asked
     return tokens, self.symbols + found, at >= 0
 
-  def right(self, hit_BT, batch):
-    """(1,) share of the answers that are right."""
-    return _share(hit_BT, batch.weights > 0)[None]
-
 
 @dataclasses.dataclass(frozen=True)
-class Words:
+class Words(task_lib.Task):
   """`count` words: word w, misspelled `words` + w; then BEGIN and END of the
   source. A document is BEGIN, source, END, the words as they should be.
 
@@ -234,7 +219,6 @@ class Words:
   words: int
   noise: float
   mix: tuple = ()
-  also: ClassVar[tuple] = ()
   guess: ClassVar[tuple] = (0.0, 'none')
 
   @property
@@ -246,11 +230,6 @@ class Words:
   def vocabulary(self):
     """Words, misspelled ones, BEGIN, END."""
     return 2 * self.words + 2
-
-  @property
-  def whole(self):
-    """Tokens of a held-out row."""
-    return self.length
 
   @property
   def about(self):
@@ -268,13 +247,9 @@ class Words:
     weights = np.tile(weights & (np.arange(n) < n - 1), (count, 1))
     return tokens, np.roll(tokens, -1, 1), weights
 
-  def right(self, hit_BT, batch):
-    """(1,) share of the words that are right."""
-    return _share(hit_BT, batch.weights > 0)[None]
-
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class Picture(task_lib.Task):
   """`side` x `side` pixels of `colours`, after the token `colours`: BEGIN.
 
   shapes: rectangles, at most. noise: share of pixels of any colour.
@@ -285,7 +260,6 @@ class Picture:
   shapes: int
   noise: float
   mix: tuple = ()
-  also: ClassVar[tuple] = ()
   guess: ClassVar[tuple] = (0.25, 'chance')
 
   @property
@@ -297,11 +271,6 @@ class Picture:
   def vocabulary(self):
     """Colours, BEGIN."""
     return self.colours + 1
-
-  @property
-  def whole(self):
-    """Tokens of a held-out row."""
-    return self.length
 
   @property
   def about(self):
@@ -326,15 +295,6 @@ class Picture:
     begin = np.full((count, 1), self.colours)
     tokens = np.concatenate([begin, pixels[:, :-1]], 1)
     return tokens, pixels, np.ones((count, n))
-
-  def right(self, hit_BT, batch):
-    """(1,) share of the pixels that are right."""
-    return _share(hit_BT, batch.weights > 0)[None]
-
-
-def _share(hit_BT, part_BT):
-  """() share of hits in a part of the tokens."""
-  return (hit_BT & part_BT).sum() / part_BT.sum()
 
 
 KINDS = {
