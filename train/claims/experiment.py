@@ -90,9 +90,9 @@ def on(config: schema.Config, mesh: str, changes=()):
   return config, devices_of(config)
 
 
-def on_case(config: schema.Config, case: dict):
-  """`on` for {'mesh': text, 'section.field': value, ...}."""
-  return on(config, case['mesh'], {k: case[k] for k in case if k != 'mesh'})
+def on_case(config: schema.Config, case: dict, of=on):
+  """`on`, or `shrunk`, for {'mesh': text, 'section.field': value, ...}."""
+  return of(config, case['mesh'], {k: case[k] for k in case if k != 'mesh'})
 
 
 def devices_of(config: schema.Config) -> tuple:
@@ -280,10 +280,12 @@ def equals_one_device(run, *, cases, within):
 
 
 def shrunk(config: schema.Config, mesh: str, changes=()):
-  """(config, devices) of `on`, in float64, sizes shrunk as by verify."""
+  """(config, devices) of `on`, in float64, sizes shrunk as by verify, which
+  refuses an outer loop: that stays as it is."""
   config, devices = on(config, mesh, changes)
-  case = verify.prepare(config, '', devices=devices)
-  return case.config, case.devices
+  plain = schema.with_value(config, 'outer', schema.Outer())
+  case = verify.prepare(plain, '', devices=devices)
+  return schema.with_value(case.config, 'outer', config.outer), case.devices
 
 
 def on_layouts(*cases: str | dict, within: float = 1e-9) -> dict:

@@ -91,8 +91,7 @@ def gradients(run, *, meshes, tolerates, within):
   found, bears = {}, True
   with jax.enable_x64(True):
     for case in meshes:
-      changes = {k: x for k, x in case.items() if k != 'mesh'}
-      config, devices = experiment.shrunk(run.config, case['mesh'], changes)
+      config, devices = experiment.on_case(run.config, case, experiment.shrunk)
       runner = trial.Runner(config, devices)
       reference = trial.reference(config, True, devices[0])
       n = config.mesh.data

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paraxis.configs import schema
 from paraxis.train.certify import inputs
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
@@ -187,13 +186,7 @@ def by_numpy(run, *, cases, within):
   """
   found, moved = {}, True
   for case in cases:
-    changes = {k: x for k, x in case.items() if k != 'mesh'}
-    loop = {k: x for k, x in changes.items() if k.startswith('outer.')}
-    own = experiment.fields(run.config, loop).outer
-    plain = schema.with_value(run.config, 'outer', schema.Outer())
-    rest = {k: x for k, x in changes.items() if k not in loop}
-    config, devices = experiment.shrunk(plain, case['mesh'], rest)
-    config = schema.with_value(config, 'outer', own)
+    config, devices = experiment.on_case(run.config, case, experiment.shrunk)
     with jax.enable_x64(True):
       found[experiment.case_text(case)], all_moved = _off(config, devices)
     moved &= all_moved

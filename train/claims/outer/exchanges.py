@@ -123,10 +123,7 @@ class _Run:
   """A shrunk config's steps and exchanges, from random parameters on."""
 
   def __init__(self, config, mesh):
-    loop, plain = config.outer, schema.Outer()
-    config = schema.with_value(config, 'outer', plain)
-    config, devices = experiment.shrunk(config, mesh)
-    self.config = schema.with_value(config, 'outer', loop)
+    self.config, devices = experiment.shrunk(config, mesh)
     self._runner = runner = trial.Runner(self.config, devices)
     self._exchange = outer.Exchange(runner.job)
     with runner.job.context():

@@ -88,12 +88,9 @@ def alone(run, *, cases, within):
   Args:
     cases: list of {'mesh': text, 'section.field': value, ...}.
   """
-  found, own = {}, run.config.outer
+  found = {}
   for case in cases:
-    plain = schema.with_value(run.config, 'outer', PLAIN)
-    changes = {k: case[k] for k in case if k != 'mesh'}
-    config, devices = experiment.shrunk(plain, case['mesh'], changes)
-    config = schema.with_value(config, 'outer', own)
+    config, devices = experiment.on_case(run.config, case, experiment.shrunk)
     with jax.enable_x64(True):
       found[experiment.case_text(case)] = _off(config, devices)
   return experiment.equal(
