@@ -10,8 +10,6 @@ so many steps is searched by `paraxis reproduce algoperf`: times.csv there has
 the median time to a target in steps, tokens and operations.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -21,6 +19,7 @@ from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.bench import measure
 from paraxis.train.bench import train as bench_train
+from paraxis.train.run import memory
 from paraxis.train.steps import outer as outer_lib
 
 MESH, TIMES_ROWS, STEPS = 'fsdp=8', 4, 10
@@ -42,7 +41,7 @@ def optimizers(rounds, quick, say):
   for name in fields.NAMES:
     say(f'compiling {name}')
     job = job_lib.on_devices(_with(plain, name), MESH)
-    held[name] = _held(job.state.optimizer)
+    held[name] = memory.device_bytes(job.state.optimizer)
     candidates[name] = _updates(job, first, now)
   times = measure.interleave(candidates, rounds, now, say)
   gradient = times.pop('gradient')
@@ -104,14 +103,6 @@ def _updates(job, first, now):
       return {'': now() - before}
 
   return run
-
-
-def _held(state):
-  """Bytes of a state (jax.ShapeDtypeStructs) on one device."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(state)
-  )
 
 
 REPLICAS = 'replica=4,data=2'

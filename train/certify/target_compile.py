@@ -26,7 +26,6 @@ through (model.recurrence.gradients) count once, not 3 times. Without gradients
 
 import dataclasses
 import json
-import math
 import time
 from typing import Any
 
@@ -44,6 +43,7 @@ from paraxis.train import loss as loss_lib
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import pipeline_report
+from paraxis.train.run import memory as memory_lib
 from paraxis.train.run import metrics
 from paraxis.train.steps import outer
 
@@ -167,15 +167,15 @@ def compile_config(config, mesh_text, topology, slices=1):
     {n: _program(job, target, n, t) for n, t in each.items()}
     for each in (traces, due)
   )
-  gradients = traces['gradient'].out_info[1]
+  gradients = job_lib.with_layouts(job.mesh, traces['gradient'].out_info[1])
   held = {
-    'parameters': device_bytes(job.state.inner),
-    'optimizer': device_bytes(job.state.optimizer),
-    'gradients': device_bytes(job_lib.with_layouts(job.mesh, gradients)),
+    'parameters': memory_lib.device_bytes(job.state.inner),
+    'optimizer': memory_lib.device_bytes(job.state.optimizer),
+    'gradients': memory_lib.device_bytes(gradients),
   }
   if due:
     kept = job.state.params, job.state.outer._replace(params={})
-    held[OUTER] = device_bytes(kept)
+    held[OUTER] = memory_lib.device_bytes(kept)
   return Report(
     job.config,
     target,
@@ -222,14 +222,6 @@ def _program(job, target, name, traced):
   moved = traffic.hbm_bytes(text)
   times = roofline.times(target, job.mesh, work.per_device, moved, found)
   return CompiledStep(aot.memory(compiled), found, work, moved, times)
-
-
-def device_bytes(tree):
-  """Bytes of a tree of ShapeDtypeStructs on one device."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
-  )
 
 
 def model_flops(config, built):

@@ -42,6 +42,11 @@ def _bytes(x):
   return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
+def device_bytes(tree):
+  """Bytes of a tree of arrays, or of their shapes, on one device."""
+  return sum(map(_bytes, jax.tree.leaves(tree)))
+
+
 def largest(flat) -> str:
   """The largest arrays of a state, as many bytes as one device holds of each.
 
@@ -67,9 +72,7 @@ def check(programs, device, flat, beside=None) -> None:
   for name, compiled in programs.items():
     size = needed(compiled)
     if size is not None:
-      there, read = (
-        sum(map(_bytes, jax.tree.leaves(t))) for t in beside.get(name, ({}, {}))
-      )
+      there, read = map(device_bytes, beside.get(name, ({}, {})))
       size += there - read
     if most and size and size > most:
       raise errors.UserError(

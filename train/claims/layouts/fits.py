@@ -18,9 +18,9 @@ from paraxis.configs import schema
 from paraxis.sharding.meter import aot
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
-from paraxis.train.certify import target_compile
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.run import memory as memory_lib
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def needed(config, topology):
         memory = aot.memory(aot.compile_for(topology, 'gradient', traced))
       except aot.TooLargeError:
         return math.inf
-  optimizer = 2 * target_compile.device_bytes(job.built.params)
+  optimizer = 2 * memory_lib.device_bytes(job.built.params)
   return memory.peak + memory.code + optimizer
 
 

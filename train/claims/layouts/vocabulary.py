@@ -21,9 +21,9 @@ import jax
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.planner import simulate
 from paraxis.train import program as job_lib
-from paraxis.train.certify import target_compile
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.run import memory as memory_lib
 
 ENDS = ('embedding', 'head')
 
@@ -107,7 +107,7 @@ def _compiled(config, topology):
     for device, index in x.sharding.devices_indices_map(x.shape).items():
       sides = (len(range(n)[i]) for n, i in zip(x.shape, index, strict=True))
       held[device] += math.prod(sides) * x.dtype.itemsize
-  optimizer = target_compile.device_bytes(job.state.optimizer)
+  optimizer = memory_lib.device_bytes(job.state.optimizer)
   return memory.peak + memory.code + optimizer, list(held.values())
 
 

@@ -19,6 +19,7 @@ from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
+from paraxis.train.run import memory
 from paraxis.train.steps import outer
 from paraxis.train.steps import replicas
 
@@ -250,10 +251,7 @@ def by_twos(run, *, mesh):
   """
   config, devices = experiment.on(run.config, mesh)
   job = job_lib.of_shapes(config, '', devices)
-  held = sum(
-    x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
-    for x in job.built.params.values()
-  )
+  held = memory.device_bytes(job.built.params)
   each = [c for row in found(config, devices).values() for c in row]
   sent = sum(c.total for c in each) / held
   kinds = sorted({c.kind for c in each})
