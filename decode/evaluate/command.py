@@ -10,23 +10,19 @@ import contextlib
 import json
 import math
 import pathlib
-import sys
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.configs.base import shares
 from paraxis.decode import __main__ as decode_main
+from paraxis.decode import prompts
 from paraxis.decode.evaluate import tasks as tasks_lib
 
 NEW = 64  # tokens of an exact match, where rows have room for them
 
 
-def _say(line):
-  print(f'paraxis: {line}', file=sys.stderr)
-
-
-def scorer(opened, overrides, mesh='', length=0, batch_size=8, say=_say):
+def scorer(opened, overrides, mesh='', length=0, batch_size=8, say=prompts.say):
   """score.Scorer of a load.Checkpoint, or ensemble.Scorer of several.
 
   Args:
@@ -114,7 +110,7 @@ def _new(tasks, made, asked):
   if any(task.kind == 'match' for task in tasks):
     made.check_new(new)
     if not asked and new < NEW:
-      _say(f'exact matches end after {new} tokens, half of a row')
+      prompts.say(f'exact matches end after {new} tokens, half of a row')
   return new
 
 
@@ -158,7 +154,7 @@ def _evaluate(options, overrides, _):
         task, made, options.domain, new, options.stop or ['\n']
       )
       if found.cut:
-        _say(
+        prompts.say(
           f'{task.name}: {found.cut} of {len(task.rows)} prompts are longer '
           f'than {made.length} tokens leave room for: cut from the left'
         )
