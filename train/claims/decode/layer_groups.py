@@ -44,16 +44,10 @@ def exact_keys(run, *, changes, drafts, groups, calls):
       found = [_cache_after(made, drafts, group, calls) for group in groups]
   exact, *others = (jax.tree.leaves(final) for final, _ in found)
   left, *fuzzy = (jax.tree.leaves(before) for _, before in found)
-  differ = sum(
-    int((a != b).sum())
-    for other in others
-    for a, b in zip(exact, other, strict=True)
+  off = lambda first, rest: sum(
+    int((a != b).sum()) for x in rest for a, b in zip(first, x, strict=True)
   )
-  meanwhile = sum(
-    int((a != b).sum())
-    for other in fuzzy
-    for a, b in zip(left, other, strict=True)
-  )
+  differ, meanwhile = off(exact, others), off(left, fuzzy)
   return claims.Outcome(
     '0 differ',
     f'{differ:,} differ',
