@@ -244,14 +244,7 @@ def overlapped(text: str) -> list[Overlap]:
   main, steps, products = _main(text)
   places = {name: n for n, name in enumerate(main)}
   within = lambda names, p: places[names[0]] < places[p] < places[names[-1]]
-  return [
-    Overlap(
-      kind,
-      where,
-      tuple(path for p, path in products.items() if within(names, p)),
-    )
-    for kind, where, names in steps
-  ]
+  return _beside(steps, products, within)
 
 
 def independent(text: str) -> list[Overlap]:
@@ -265,14 +258,13 @@ def independent(text: str) -> list[Overlap]:
   apart = lambda names, p: (
     not (before[p] & {*names} or any(p in before[n] for n in names))
   )
-  return [
-    Overlap(
-      kind,
-      where,
-      tuple(path for p, path in products.items() if apart(names, p)),
-    )
-    for kind, where, names in steps
-  ]
+  return _beside(steps, products, apart)
+
+
+def _beside(steps, products, holds):
+  """[Overlap] of steps, with the products p that holds(names of a step, p)."""
+  of = lambda names: tuple(x for p, x in products.items() if holds(names, p))
+  return [Overlap(kind, where, of(names)) for kind, where, names in steps]
 
 
 def _main(text):
