@@ -29,7 +29,6 @@ from paraxis.models.mixers import packed as packed_lib
 from paraxis.sharding import annotate
 
 PROMPTS = 'prompts'
-WIDE = ('batch', None, None)
 
 
 def initial(model, params, tokens_NT, count):

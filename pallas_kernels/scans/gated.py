@@ -62,7 +62,6 @@ class GatedScanSpec:
   q: tuple[int, ...]  # B, T, G, K
   values: int  # V
   dtype: str
-  scalar: bool  # one decay per head
   chunk: int  # 0: the implementation's own
   sharded: bool = False  # the compiler may spread the arrays: no kernel
 
@@ -150,13 +149,10 @@ def gated_scan(
   """
   check(OP, q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk)
   (B, T, H, V), K = v_BTHV.shape, q_BTGK.shape[3]
-  scalar = log_decay.ndim == 3
   sharded = registry.spread(q_BTGK) or registry.spread(v_BTHV)
-  spec = GatedScanSpec(
-    q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk, sharded
-  )
+  spec = GatedScanSpec(q_BTGK.shape, V, str(q_BTGK.dtype), chunk, sharded)
   chosen = registry.resolve(OP, impl, spec)
-  own = CHUNKS if scalar else CHUNKS | BY_KEY
+  own = CHUNKS if log_decay.ndim == 3 else CHUNKS | BY_KEY
   chunk = chunk_of(chunk or own[chosen.name], T, LEAST.get(chosen.name, 0))
   if reset_BT is None:
     reset_BT = jnp.zeros((B, T), bool)

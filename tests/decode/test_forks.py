@@ -27,13 +27,6 @@ ALL = (*decode_cases.ALL, 'A:1')
 SLOTTED = (*decode_cases.SLOTTED, 'A:1')
 MIXED, Group = decode_cases.MIXED, packed.Group
 near, ids, made = decode_cases.near, decode_cases.ids, decode_cases.made
-LANES = R, R + 1, R + 2  # of MIXED: two of 12 tokens, one of 3
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
 
 
 class Session(decode_cases.Session):

@@ -11,13 +11,6 @@ from paraxis.decode import parallel_contexts
 
 R, ids, near = decode_cases.R, decode_cases.ids, decode_cases.near
 PREFIX, SIZES, QUERY = 4, (7, 3), (1, 3)  # tokens; two lanes of the query
-WIDTH = 12
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
 
 
 def joined(pattern, order=(0, 2), count=2, **how):

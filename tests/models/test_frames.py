@@ -19,7 +19,6 @@ from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models import frames
 from paraxis.sharding.sequence import order as context_order
-from paraxis.train import loss
 from paraxis.train import step
 from paraxis.train.data import objectives
 from paraxis.train.steps import gradients
@@ -51,16 +50,6 @@ def rows(features=C, shape=(B, T)):
 
 def model_of(**fields):
   return decoder.Decoder(schema.view(dict(model=SMALL | fields)).model)
-
-
-def value_and_grads(model, params, batch):
-  """((loss, gradients of parameters), gradient of frames)."""
-
-  def of(params, given):
-    return loss.next_token(model, params, batch._replace(features=given))
-
-  value, (own, given) = jax.value_and_grad(of, (0, 1))(params, batch.features)
-  return value, own, given
 
 
 # ------------------------------------------------------------- in a decoder

@@ -86,9 +86,7 @@ SPECS = dict(
     (1, 1, 2, 16), CACHE, 'float32', MASK, False, False, CACHE,
     ('float32', 'float32'),
   ),
-  gated_scan=gated_scan.GatedScanSpec(
-    (1, 256, 2, 64), 64, 'bfloat16', False, 0
-  ),
+  gated_scan=gated_scan.GatedScanSpec((1, 256, 2, 64), 64, 'bfloat16', 0),
   delta_scan=delta_scan.DeltaScanSpec((1, 256, 2, 64), 64, 'bfloat16', 0),
   linear_scan=linear_scan.LinearScanSpec((1, 8, 128), 'float32'),
   selective_scan=selective_scan.SelectiveScanSpec((1, 8, 128, 16), 'float32'),

@@ -386,7 +386,7 @@ def test_a_gpu_takes_no_chunk_of_eight_and_no_array_that_is_spread():
   assert gated_scan.chunk_of(32, 8) == 8
   least = gated_scan.LEAST['pallas_gpu']
   assert [gated_scan.chunk_of(c, 8, least) for c in (16, 32)] == [16, 16]
-  spec = gated_scan.GatedScanSpec((1, 8, 1, 16), 16, 'float32', True, 0)
+  spec = gated_scan.GatedScanSpec((1, 8, 1, 16), 16, 'float32', 0)
   for spread, name in ((False, 'pallas_gpu'), (True, 'xla')):
     given = dataclasses.replace(spec, sharded=spread)
     found = registry.resolve('gated_scan', spec=given, target=kernel_cases.GPU)

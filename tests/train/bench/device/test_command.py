@@ -21,7 +21,6 @@ from paraxis.train.run import metrics
 
 TRIAL = pathlib.Path(__file__).with_name('trial.py')
 ALL = runpy.run_path(str(TRIAL))['ALL']
-ABOUT = dict(device='1 x trial', commit='abc')
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ SMALL = {
   'model.d_model': 16, 'model.d_ff': 16, 'model.num_heads': 2,
   'model.vocab_size': 12,
 }  # fmt: skip
-TEXT = 'texts of one by one'
 QUICK = dict(prompts=4, new=10, changes=[{}])
 # Names of configs that claim it, each with a knock-out of its own.
 CONFIGS = {
