@@ -285,3 +285,39 @@ def copies(generator, decode, vocab, slots=96):
   body = text[: text.index('ENTRY')]
   found = re.findall(r'%copy[\w.]* = \w+\[([\d,]+)\]', body)
   return [math.prod(map(int, dims.split(','))) for dims in found]
+
+
+LAYER = 2 * 2 * 2048 * 32 * 4  # bytes of what `temporaries` keeps of a layer
+
+
+def temporaries(width, sound=True, shared=0):
+  """Bytes of a compiled step of two rows, of `width` tokens each, that are
+  neither arguments nor results, in float32.
+
+  sound: what is kept depends on the step. shared: ranges of other rows that a
+  request may read.
+  """
+  rows, form = 2, (Group(2, width),)
+  with jax.enable_x64(False):
+    config = schema.Model(
+      vocab_size=V, d_model=32, num_heads=2, num_layers=3, d_ff=32
+    )
+    model = decoder.Decoder(config)
+    params = jax.eval_shape(
+      lambda: model.unstack(model.init(jax.random.key(0)))
+    )
+
+    def empty():
+      cache = model.init_cache(rows, 2048)
+      return cache_lib.sharing(cache, shared) if shared else cache
+
+    def run(params, cache, tokens):
+      x, flight = model.step(params, cache, tokens, form)
+      z = model.logits(params, x)
+      keep = jnp.isfinite(z).all(-1) if sound else jnp.ones(z.shape[:2], bool)
+      return z, model.commit(cache, flight, form, keep)
+
+    tokens = step.pack(form, rows, [(r, [0] * width, 9) for r in range(rows)])
+    cache = jax.eval_shape(empty)
+    made = jax.jit(run, donate_argnums=1).lower(params, cache, tokens)
+    return made.compile().memory_analysis().temp_size_in_bytes

@@ -19,7 +19,6 @@ from paraxis.configs import schema
 from paraxis.decode import cache as cache_lib
 from paraxis.decode import step
 from paraxis.models import build
-from paraxis.models import decoder
 from paraxis.models.mixers import packed
 
 V, R, SLOTS = decode_cases.V, decode_cases.R, decode_cases.SLOTS
@@ -345,27 +344,5 @@ def test_forks_on_tensor_shards_equal_one_device(pattern):
 @pytest.mark.parametrize('width', (1, 4))
 def test_no_step_of_forks_copies_the_cache(width):
   """The rows that one layer shares are copied, not those of all layers."""
-  rows, slots = 2, 2048
-  with jax.enable_x64(False):
-    config = schema.Model(
-      vocab_size=V, d_model=32, num_heads=2, num_layers=3, d_ff=32
-    )
-    model = decoder.Decoder(config)
-    params = jax.eval_shape(
-      lambda: model.unstack(model.init(jax.random.key(0)))
-    )
-    form = (Group(rows, width),)
-    cache = jax.eval_shape(
-      lambda: cache_lib.sharing(model.init_cache(rows, slots), 1)
-    )
-    tokens = step.pack(form, rows, [(r, [0] * width, 9) for r in range(rows)])
-
-    def run(params, cache, tokens):
-      x, flight = model.step(params, cache, tokens, form)
-      z = model.logits(params, x)
-      return z, model.commit(cache, flight, form, jnp.isfinite(z).all(-1))
-
-    made = jax.jit(run, donate_argnums=1).lower(params, cache, tokens)
-    size = made.compile().memory_analysis().temp_size_in_bytes
-  layer = 2 * rows * slots * 32 * 4
-  assert layer <= size < 1.5 * layer
+  layer = decode_cases.LAYER
+  assert layer <= decode_cases.temporaries(width, shared=1) < 1.5 * layer

@@ -4,6 +4,8 @@ The reference is the model without a cache, on the tokens of a path alone.
 Legend: R rows, V vocabulary.
 """
 
+import functools
+
 import decode_cases
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,6 @@ from paraxis.configs import schema
 from paraxis.decode import cache as cache_lib
 from paraxis.decode import step
 from paraxis.models import build
-from paraxis.models import decoder
 from paraxis.models.mixers import packed
 
 V, R, SLOTS = decode_cases.V, decode_cases.R, decode_cases.SLOTS
@@ -346,31 +347,8 @@ def test_a_request_is_bitwise_the_same_in_any_place(pattern):
 def test_no_step_copies_the_cache(width):
   """Temporaries are less than one layer's cache, if what is kept depends on
   the step; else XLA copies it."""
-  rows, slots = 2, 2048
-  with jax.enable_x64(False):
-    config = schema.Model(
-      vocab_size=V, d_model=32, num_heads=2, num_layers=3, d_ff=32
-    )
-    model = decoder.Decoder(config)
-    params = jax.eval_shape(
-      lambda: model.unstack(model.init(jax.random.key(0)))
-    )
-    form = (Group(rows, width),)
-    cache = jax.eval_shape(lambda: model.init_cache(rows, slots))
-    tokens = step.pack(form, rows, [(r, [0] * width, 9) for r in range(rows)])
-
-    def temporaries(sound):
-      def run(params, cache, tokens):
-        x, flight = model.step(params, cache, tokens, form)
-        z = model.logits(params, x)
-        keep = jnp.isfinite(z).all(-1) if sound else jnp.ones(z.shape[:2], bool)
-        return z, model.commit(cache, flight, form, keep)
-
-      made = jax.jit(run, donate_argnums=1).lower(params, cache, tokens)
-      return made.compile().memory_analysis().temp_size_in_bytes
-
-    layer = 2 * rows * slots * 32 * 4
-    assert temporaries(True) < layer < temporaries(False)
+  temporaries = functools.partial(decode_cases.temporaries, width)
+  assert temporaries() < decode_cases.LAYER < temporaries(sound=False)
 
 
 REFUSED = {
