@@ -212,3 +212,18 @@ def float64():
 
   with jax.enable_x64(True):
     yield
+
+
+@pytest.fixture
+def double():
+  """A test computes in float64; others of its module do not."""
+  import jax
+
+  with jax.enable_x64(True):
+    yield
+
+
+@pytest.fixture
+def said():
+  """Lines: their `append` is a `say`."""
+  return []

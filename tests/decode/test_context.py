@@ -18,6 +18,8 @@ from paraxis.models import build
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import slots
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5] * 18, [7, 8, 9, 10, 11, 0]]
 SAMPLED = dict(temperature=0.8, top_k=6, seed=3)
 METHODS = {
@@ -33,12 +35,6 @@ MESHES = {
 }
 SLOTS = 40
 SPLIT = {'model.latent.groups': 2}  # latents are sharded over tensor, too
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
 
 
 def shared(pattern):

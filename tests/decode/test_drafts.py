@@ -33,14 +33,10 @@ from paraxis.models import build
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import slots
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 V, D, NEW, ROOM = 12, 16, 20, 48
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5] * 6, [7, 8, 9, 10, 11, 0]]
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
 
 
 class Plain:

@@ -21,6 +21,8 @@ from paraxis.decode import step
 from paraxis.models import build
 from paraxis.models.mixers import packed
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 V, R, SLOTS = decode_cases.V, decode_cases.R, decode_cases.SLOTS
 ALL = (*decode_cases.ALL, 'A:1')
 SLOTTED = (*decode_cases.SLOTTED, 'A:1')

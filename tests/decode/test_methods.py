@@ -32,6 +32,8 @@ from paraxis.models import build
 from paraxis.models.mixers import packed
 from paraxis.train.claims.decode import lossless
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 V = 12
 LOOKUP = dict(method='prompt_lookup', drafts=3)
 DRAFT = dict(method='speculative', drafts=3, draft_layers=1)
@@ -45,12 +47,6 @@ SAMPLED = dict(temperature=0.8, top_k=6, seed=3)
 GREEDY = dict(temperature=0.0)
 TYPICAL = dict(judge='typical')
 generator = module_cases.generator
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
 
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5] * 6, [7, 8, 9, 10, 11, 0]]

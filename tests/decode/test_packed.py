@@ -20,6 +20,8 @@ from paraxis.decode import step
 from paraxis.models import build
 from paraxis.models.mixers import packed
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 V, R, SLOTS = decode_cases.V, decode_cases.R, decode_cases.SLOTS
 SLOTTED, STATES = decode_cases.SLOTTED, decode_cases.STATES
 ALL, MIXED, TREE = decode_cases.ALL, decode_cases.MIXED, decode_cases.TREE
@@ -31,12 +33,6 @@ made, alone, program = (
 )
 near, ids, fed = decode_cases.near, decode_cases.ids, decode_cases.fed
 branches = decode_cases.branches
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
 
 
 @pytest.mark.sampled(9)

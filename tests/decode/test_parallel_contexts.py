@@ -1,13 +1,14 @@
 """Contexts that are read alone, against one pass under a dense mask."""
 
 import decode_cases
-import jax
 import numpy as np
 import pytest
 import support
 
 from paraxis.decode import cache as cache_lib
 from paraxis.decode import parallel_contexts
+
+pytestmark = pytest.mark.usefixtures('float64')
 
 R, ids, near = decode_cases.R, decode_cases.ids, decode_cases.near
 PREFIX, SIZES, QUERY = 4, (7, 3), (1, 3)  # tokens; two lanes of the query

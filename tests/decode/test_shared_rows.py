@@ -35,12 +35,6 @@ STREAMS = dict(wiring='streams', streams=3, stream_prefix=2)
 generator = module_cases.generator
 
 
-@pytest.fixture
-def float64():
-  with jax.enable_x64(True):
-    yield
-
-
 def prompts(count, most=60):
   rng = np.random.default_rng(0)
   return [
@@ -72,7 +66,7 @@ def said(results):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.usefixtures('float64')
+@pytest.mark.usefixtures('double')
 @pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
 @pytest.mark.parametrize('name', CASES)
 def test_texts_are_those_of_one_batch(name, options, tmp_path):
@@ -95,7 +89,7 @@ def test_texts_are_those_of_one_batch(name, options, tmp_path):
   assert 'stop' in {r['finish'] for r in found}
 
 
-@pytest.mark.usefixtures('float64')
+@pytest.mark.usefixtures('double')
 def test_a_look_of_the_host_changes_no_text():
   """Draws of rejection depend on where a call begins: it keeps what it may,
   whatever the host waits for."""
@@ -136,7 +130,7 @@ def test_requests_are_bitwise_what_they_are_alone(method):
     assert of(range(9)) == want and of([*reversed(range(9))]) == want
 
 
-@pytest.mark.usefixtures('float64')
+@pytest.mark.usefixtures('double')
 def test_rows_take_requests_as_they_end(monkeypatch):
   """What is on the device: at most 3 rows, and none idle while one waits."""
   held, made, run = [], generator('WF'), shared_rows.Served.until
@@ -152,7 +146,7 @@ def test_rows_take_requests_as_they_end(monkeypatch):
   assert held[0] == (0, 5) and len(held) > 3
 
 
-@pytest.mark.usefixtures('float64')
+@pytest.mark.usefixtures('double')
 def test_a_row_that_keeps_what_it_had_is_seen(monkeypatch):
   made, texts = generator('GF'), prompts(5)
   given = dict(max_new_tokens=NEW, **SAMPLED, **LOOKUP)
@@ -171,7 +165,7 @@ def test_a_row_that_keeps_what_it_had_is_seen(monkeypatch):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.usefixtures('float64')
+@pytest.mark.usefixtures('double')
 @pytest.mark.parametrize(
   'pattern, mesh, name',
   [
@@ -192,7 +186,7 @@ def test_a_mesh_serves_as_one_device(pattern, mesh, name, tmp_path):
       many.generate(prompts(6), **given, **SERVED)
 
 
-@pytest.mark.usefixtures('float64')
+@pytest.mark.usefixtures('double')
 @pytest.mark.parametrize('mesh', ('', 'data=2,tensor=2'))
 def test_copies_of_a_request_move_with_it(mesh):
   """A request of a model of streams has a row of the cache for each."""
@@ -204,7 +198,7 @@ def test_copies_of_a_request_move_with_it(mesh):
   assert said(found) == said(want)
 
 
-@pytest.mark.usefixtures('float64')
+@pytest.mark.usefixtures('double')
 @pytest.mark.parametrize('new', (1, NEW))
 def test_a_prompt_that_ends_at_once_frees_its_row(new):
   """Its first token is an end, or all that was asked for."""
@@ -217,7 +211,7 @@ def test_a_prompt_that_ends_at_once_frees_its_row(new):
   assert said(made.generate(texts, **given, **SERVED)) == said(want)
 
 
-@pytest.mark.usefixtures('float64')
+@pytest.mark.usefixtures('double')
 def test_logits_that_are_not_finite_end_one_request(monkeypatch):
   made, texts = generator('WF'), [[1, 2, 3], [4, 5], [6, 7], [8]]
   given = dict(max_new_tokens=3, **GREEDY, **LOOKUP)

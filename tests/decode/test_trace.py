@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import module_cases
 import numpy as np
 import pytest
@@ -12,16 +11,12 @@ from paraxis.decode import trace as trace_lib
 from paraxis.decode.drafts import distill
 from paraxis.decode.drafts import heads
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5] * 6, [7, 8, 9, 10, 11, 0]]
 LOOKUP = dict(method='prompt_lookup', drafts=3)
 SAMPLED = dict(temperature=0.8, top_k=6, seed=3)
 GREEDY = dict(temperature=0.0)
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
 
 
 @pytest.fixture

@@ -28,12 +28,6 @@ LAYOUTS = {
 FROZEN = 'embedding,layers/attention/*'
 
 
-@pytest.fixture
-def double():
-  with jax.enable_x64(True):
-    yield
-
-
 def _steps(layout, freeze, bad):
   """([{path: parameter}], [{path: average}]) after each of 4 steps, in order,
   the gradient of step `bad` not finite; the Runner and its last state."""

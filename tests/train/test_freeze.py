@@ -36,12 +36,6 @@ def _one_step(freeze, **layout):
   return reference, order(found[1]), order(moved.params), runner
 
 
-@pytest.fixture
-def double():
-  with jax.enable_x64(True):
-    yield
-
-
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_the_others_learn_as_without(double, layout):
   reference, gradients, moved, runner = _one_step(SOME, **LAYOUTS[layout])

@@ -67,12 +67,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture
-def double():
-  with jax.enable_x64(True):
-    yield
-
-
 def _config(changes=(), layers=2, **layout):
   plain = support.piped(**layout, layers=layers)
   return schema.with_values(plain, LORA | dict(changes))

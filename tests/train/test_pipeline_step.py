@@ -33,12 +33,6 @@ def on_devices(config):
   return side, side.start(reference.params), reference
 
 
-@pytest.fixture
-def double():
-  with jax.enable_x64(True):
-    yield
-
-
 # ------------------------------------------------------------ stored, or not
 
 
