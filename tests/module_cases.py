@@ -67,6 +67,13 @@ def parameters(model, spread):
   }
 
 
+def placed(built, values):
+  """{path: array} on the mesh of a build.Built."""
+  return {
+    p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()
+  }
+
+
 def see_of(lengths, length):
   """Visibility of rows of documents of those lengths, padding behind."""
   segments = np.zeros((len(lengths), length), np.int32)
@@ -228,11 +235,7 @@ def decoded_on_mesh(mesh, config, params, *given):
     schema.Config(mesh=schema.Mesh(sequence=False, **mesh), model=config)
   )
   with build.use(built):
-    params = {
-      p: jax.device_put(params[p], leaf.sharding)
-      for p, leaf in built.params.items()
-    }
-    params = jax.jit(built.model.unstack)(params)
+    params = jax.jit(built.model.unstack)(placed(built, params))
     put = lambda x: jax.device_put(
       x, jax.NamedSharding(built.mesh, annotate.spec(('batch',)))
     )
@@ -269,9 +272,7 @@ def generator(
   config = schema.view(dict(model=model, mesh=dict(sequence=False)))
   built = load.built_for(config, mesh, jax.devices()[:devices])
   values = parameters(built.model, spread)
-  params = {
-    p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()
-  }
+  params = placed(built, values)
   decode = dataclasses.replace(schema.Decode(), max_new_tokens=24)
   return loop.Generator(
     built, params, Numbers(vocab, end_id), decode, lambda line: None

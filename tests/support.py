@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import signal
+import socket
 import struct
 import time
 
@@ -131,6 +132,24 @@ def until(holds, what='it does not happen', seconds=20):
   while not holds():
     assert time.monotonic() < end, what
     time.sleep(0.01)
+
+
+def address():
+  """Of a port that is free."""
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    return f'127.0.0.1:{free.getsockname()[1]}'
+
+
+def ended(processes, seconds):
+  """[stdout] of processes, all of which must end with 0, each in time."""
+  try:
+    said = [process.communicate(timeout=seconds)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert not any(process.returncode for process in processes), said
+  return said
 
 
 @contextlib.contextmanager

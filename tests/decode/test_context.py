@@ -188,10 +188,9 @@ def test_pca_measures_rows_that_no_shards_divide():
   rows, found = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 0]], []
   for mesh, devices in (('data=1', 1), ('context=2,tensor=2', 4)):
     built = load.built_for(config, mesh, jax.devices()[:devices])
-    params = {
-      p: jax.device_put(x, built.params[p].sharding)
-      for p, x in module_cases.parameters(built.model, 0.4).items()
-    }
+    params = module_cases.placed(
+      built, module_cases.parameters(built.model, 0.4)
+    )
     found.append(latents.rotated(params, built, rows, say=lambda line: None))
   for path, x in found[0].items():
     if path.endswith('/shares'):
@@ -208,10 +207,9 @@ def test_a_canvas_has_no_slots_to_share():
   texts = []
   for mesh, devices in (('data=1', 1), ('context=2', 2)):
     built = load.built_for(config, mesh, jax.devices()[:devices])
-    params = {
-      p: jax.device_put(x, built.params[p].sharding)
-      for p, x in module_cases.parameters(built.model, 0.4).items()
-    }
+    params = module_cases.placed(
+      built, module_cases.parameters(built.model, 0.4)
+    )
     made = loop.Generator(
       built, params, module_cases.Numbers(12), schema.Decode(),
       lambda line: None,

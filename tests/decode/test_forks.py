@@ -313,10 +313,7 @@ def test_forks_on_tensor_shards_equal_one_device(pattern):
   built = build.build(config, devices=jax.devices()[:2])
   model = built.model
   with build.use(built):
-    params = {
-      p: jax.device_put(x, built.params[p].sharding)
-      for p, x in module_cases.parameters(model, 0.5).items()
-    }
+    params = module_cases.placed(built, module_cases.parameters(model, 0.5))
     params = jax.jit(model.unstack)(params)
     cache = cache_lib.sharing(jax.jit(lambda: model.init_cache(R, SLOTS))(), 3)
 

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import module_cases
 import numpy as np
 import pytest
 import support
@@ -279,10 +280,7 @@ def test_on_a_mesh_it_is_one_device(made, mesh):
   config = config_of()
   devices = jax.devices()[: math.prod(mesh_lib.parse(mesh).values())]
   built = load.built_for(config, mesh, devices)
-  params = {
-    p: jax.device_put(x, built.params[p].sharding)
-    for p, x in random_parameters(built.model).items()
-  }
+  params = module_cases.placed(built, random_parameters(built.model))
   sharded = loop.Generator(
     built, params, on_tasks.Numbers(32), made.config, lambda line: None
   )

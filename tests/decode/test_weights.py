@@ -53,9 +53,7 @@ def made(mesh='', devices=1, dtype='float32', **model):
   )
   built = build.build(config, mesh, devices=jax.devices()[:devices])
   values = module_cases.parameters(built.model, 0.3)
-  return built, {
-    p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()
-  }
+  return built, module_cases.placed(built, values)
 
 
 def rounded(built, params, group):

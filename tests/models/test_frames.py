@@ -120,9 +120,7 @@ def _step(batch, mesh, microbatches=1):
     batch = jax.tree.map(apart, batch)
   full = module_cases.parameters(decoder.Decoder(config.model), 0.3)
   with build.use(made):
-    params = {
-      p: jax.device_put(x, made.params[p].sharding) for p, x in full.items()
-    }
+    params = module_cases.placed(made, full)
     specs = gradients.batch_specs(batch)
     put = lambda x, s: jax.device_put(x, jax.NamedSharding(made.mesh, s))
     placed = jax.tree.map(put, batch, specs)

@@ -1,11 +1,11 @@
 """Barriers with a name and a time-out, of two real processes."""
 
-import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import support
 
 from paraxis.sharding import meeting
 
@@ -47,9 +47,7 @@ CODE = """
 @pytest.fixture
 def two():
   """two(scene) -> what each of two processes printed, by lines."""
-  with socket.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{free.getsockname()[1]}'
+  address = support.address()
 
   def run(scene):
     command = [sys.executable, '-c', textwrap.dedent(CODE), address]
@@ -62,12 +60,7 @@ def two():
       )
       for me in range(2)
     ]
-    try:
-      said = [p.communicate(timeout=100)[0] for p in both[::-1]][::-1]
-    finally:
-      for process in both:
-        process.kill()
-    assert [process.returncode for process in both] == [0, 0], said
+    said = support.ended(both[::-1], seconds=100)[::-1]
     return [text.splitlines() for text in said]
 
   return run

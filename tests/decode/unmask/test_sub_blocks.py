@@ -41,9 +41,7 @@ def generator(layers=2, shift=False, mesh='', devices=1, **model):
   config = schema.view(dict(model=made, mesh=dict(sequence=False)))
   built = load.built_for(config, mesh, jax.devices()[:devices])
   values = module_cases.parameters(built.model, 0.7)
-  params = {
-    p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()
-  }
+  params = module_cases.placed(built, values)
   decode = schema.Decode(max_new_tokens=NEW, temperature=0.0, method='unmask')
   return loop.Generator(
     built, params, module_cases.Numbers(V, -1), decode, lambda line: None

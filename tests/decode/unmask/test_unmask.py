@@ -73,9 +73,7 @@ def generator(form, shift=False, mesh='', devices=1, end_id=-1):
   config = schema.view(dict(model=model, mesh=dict(sequence=False)))
   built = load.built_for(config, mesh, jax.devices()[:devices])
   values = module_cases.parameters(built.model, SPREAD)
-  params = {
-    p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()
-  }
+  params = module_cases.placed(built, values)
   numbers = module_cases.Numbers(V, end_id)
   decode = schema.Decode(max_new_tokens=14, temperature=0.0, method='unmask')
   return loop.Generator(built, params, numbers, decode, lambda line: None)

@@ -3,25 +3,15 @@
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
+import support
 
 from paraxis.sharding.checkpoint import store
-
-
-@pytest.fixture
-def said():
-  return []
-
-
-def reopened(directory, said):
-  return store.Store(directory, say=said.append)
-
 
 CHILD = """
 import os, sys, threading
@@ -48,7 +38,7 @@ def test_kill_during_an_asynchronous_save(tmp_path, said):
   )
   assert code.returncode == -signal.SIGKILL, code.stderr[-500:]
   unfinished = list(pathlib.Path(tmp_path).glob('2.orbax-checkpoint-tmp*'))
-  with reopened(tmp_path, said) as s:
+  with store.Store(tmp_path, say=said.append) as s:
     assert len(said) == len(unfinished) and not list(tmp_path.glob('2.*'))
     like = {'w': jnp.zeros((2048, 2048))}
     step, tree, _ = s.restore_latest_good(like)
@@ -78,7 +68,7 @@ with store.Store(sys.argv[1]) as s:
 @pytest.mark.fault(5)
 def test_kill_during_a_restore(tmp_path, said):
   w = jax.random.normal(jax.random.key(0), (64, 64))
-  with reopened(tmp_path / 'ck', said) as s:
+  with store.Store(tmp_path / 'ck', say=said.append) as s:
     s.save(1, {'w': w}, {'w': ('embed', 'mlp')}, {})
   files = lambda: {
     p: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()
@@ -91,7 +81,7 @@ def test_kill_during_a_restore(tmp_path, said):
   )
   assert code.returncode == -signal.SIGKILL, code.stderr[-500:]
   assert files() == before
-  with reopened(tmp_path / 'ck', said) as s:
+  with store.Store(tmp_path / 'ck', say=said.append) as s:
     step, tree, _ = s.restore_latest_good({'w': w})
   assert step == 1 and bool(jnp.all(tree['w'] == w)) and not said
 
@@ -157,15 +147,13 @@ def test_two_processes_save_beside_their_collectives(tmp_path, said):
   ended = two_processes(GANG + BESIDE, tmp_path / 'ck')
   assert [code for code, _ in ended] == [0, 0], ended
   like = {'w': jnp.zeros(64)}
-  with reopened(tmp_path / 'ck', said) as s:
+  with store.Store(tmp_path / 'ck', say=said.append) as s:
     assert bool(jnp.all(s.restore(7, like)[0]['w'] == jnp.arange(64.0)))
 
 
 def two_processes(code, folder, *more):
   """[(exit code, stderr)] of both."""
-  with socket.socket() as s:
-    s.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{s.getsockname()[1]}'
+  address = support.address()
   environment = dict(
     os.environ,
     PYTHONPATH=os.pathsep.join(sys.path),
@@ -189,7 +177,7 @@ def test_kill_of_one_of_two_processes_in_a_save(tmp_path, said):
   first, second = two_processes(GANG + KILLED, tmp_path / 'ck')
   assert second[0] == -signal.SIGKILL, second[1][-2000:]
   assert first[0] not in (0, None), first[1][-2000:]
-  with reopened(tmp_path / 'ck', said) as s:
+  with store.Store(tmp_path / 'ck', say=said.append) as s:
     like = {'w': jnp.zeros(64)}
     step, tree, _ = s.restore_latest_good(like)
     assert step == 1 and bool(jnp.all(tree['w'] == jnp.arange(64.0)))
@@ -238,7 +226,7 @@ assert s.steps() == [1, 2, 3], s.steps()
 def test_processes_that_write_nothing_of_a_leaf(tmp_path, said, chunk_bytes):
   ended = two_processes(GANG + NOTHING, tmp_path / 'ck', str(chunk_bytes))
   assert [code for code, _ in ended] == [0, 0], [x[-2000:] for _, x in ended]
-  with reopened(tmp_path / 'ck', said) as s:
+  with store.Store(tmp_path / 'ck', say=said.append) as s:
     tree = s.restore(2, dict.fromkeys('abc', jnp.zeros(64)))[0]
   assert all(bool(jnp.all(y == jnp.arange(64.0))) for y in tree.values())
 
@@ -289,6 +277,6 @@ def test_a_disk_that_is_full_for_one_of_two(tmp_path, said, bad, place):
   ended = two_processes(GANG + FULL, tmp_path / 'ck', str(bad), place)
   assert [code for code, _ in ended] == [0, 0], [x[-2000:] for _, x in ended]
   assert 'Traceback' not in ended[0][1] + ended[1][1]
-  with reopened(tmp_path / 'ck', said) as s:
+  with store.Store(tmp_path / 'ck', say=said.append) as s:
     tree = s.restore(3, {'w': jnp.zeros(64)})[0]
     assert bool(jnp.all(tree['w'] == jnp.arange(64.0)))

@@ -91,11 +91,6 @@ LAYOUT = layouts()['data4tensor2']
 
 
 @pytest.fixture
-def said():
-  return []
-
-
-@pytest.fixture
 def two(tmp_path, said):
   """A directory with good steps 1 and 2."""
   with store.Store(tmp_path / 'ck', say=said.append) as s:
@@ -104,10 +99,6 @@ def two(tmp_path, said):
         step, jax.device_put(host(step), LAYOUT), AXES, {'cursor': step * 8}
       )
   return tmp_path / 'ck'
-
-
-def reopened(directory, said):
-  return store.Store(directory, say=said.append)
 
 
 def data_file(folder):
@@ -186,7 +177,7 @@ def test_arrays_are_not_compressed_and_compressed_ones_open(
 def test_every_bit_flip_falls_back(two, said):
   path = data_file(two / '2')
   good, rng = path.read_bytes(), random.Random(0)
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     for _ in range(20):
       bad = bytearray(good)
       bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
@@ -263,7 +254,7 @@ def damage(kind, folder):
 @pytest.mark.parametrize('kind', DAMAGE)
 def test_damaged_files_fall_back_with_one_line(two, said, kind):
   damage(kind, two / '2')
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     step, tree, _ = s.restore_latest_good(like_of(LAYOUT))
     assert step == 1 and same(tree, host(1))
     assert len(said) == 1 and '\n' not in said[0]
@@ -290,7 +281,7 @@ def test_reads_given_up_say_nothing_however_late(
       types.SimpleNamespace(exc_value=RuntimeError(text), object=of)
     )
 
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     s.restore(2, like_of(LAYOUT))
     assert sys.unraisablehook == heard.append  # nothing stays of a good read
     damage('truncated', two / '2')
@@ -340,7 +331,7 @@ def test_junk_is_no_step(two, said):
   with store.Store(two, read_only=True) as s:
     assert s.steps() == [1, 2]
   assert (two / '8.orbax-checkpoint-tmp').exists()
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     assert len(said) == 1 and '8.orbax' in said[0]
     assert not (two / '8.orbax-checkpoint-tmp').exists()
     assert s.steps() == [1, 2]
@@ -353,12 +344,15 @@ def test_junk_is_no_step(two, said):
 def test_nothing_good_is_never_from_scratch(two, said):
   for step in (1, 2):
     damage('zeros', two / str(step))
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     with pytest.raises(errors.IntegrityError, match='all 2 checkpoints.*move'):
       s.restore_latest_good(like_of(LAYOUT))
   shutil.rmtree(two)
   (two / '6').mkdir(parents=True)
-  with reopened(two, said) as s, pytest.raises(errors.IntegrityError):
+  with (
+    store.Store(two, say=said.append) as s,
+    pytest.raises(errors.IntegrityError),
+  ):
     s.restore_latest_good(like_of(LAYOUT))
 
 
@@ -384,7 +378,7 @@ def test_mismatch_lists_every_leaf(two, said):
   wanted['params/extra'] = struct((3,), jnp.float32)
   wanted['params/embedding'] = struct((1024, 64), jnp.float32)
   wanted['step'] = struct((), jnp.uint32)
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     for restore in (s.restore_latest_good, lambda x: s.restore(2, x)):
       with pytest.raises(errors.UserError) as e:
         restore(wanted)
@@ -403,7 +397,7 @@ def test_mismatch_lists_every_leaf(two, said):
 
 def test_part_of_a_tree(two, said):
   wanted = {p: x for p, x in like_of(LAYOUT).items() if p.startswith('params/')}
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     with pytest.raises(errors.UserError, match='4 of 6 leaves'):
       s.restore(2, wanted)
     tree, _ = s.restore(2, wanted, under='params/')
@@ -416,7 +410,7 @@ def test_part_of_a_tree(two, said):
 @pytest.mark.invariant(10, 13)
 def test_refused_saves_leave_everything_as_it_was(two, said, monkeypatch):
   tree = jax.device_put(host(), LAYOUT)
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     files = sorted(p for p in two.rglob('*'))
     with pytest.raises(errors.UserError, match='step 2 is already saved'):
       s.save(2, tree, AXES, {})
@@ -463,7 +457,7 @@ def test_crafted_manifest_and_newer_format(two, said):
 
   huge = {'p': dict(shape=[2**50], dtype='float32', axes=[''], fingerprint='')}
   evil = {'../../evil': dict(huge['p'], shape=[1])}
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     write(leaves=huge)  # nothing is allocated: it differs from `like`
     with pytest.raises(errors.UserError, match='another architecture'):
       s.restore_latest_good(like_of(LAYOUT))
@@ -506,7 +500,7 @@ def test_keep_counts_good_steps_only(tmp_path, said):
 
 
 def test_failed_write_is_reported_and_the_older_step_stays(two, said):
-  with reopened(two, said) as s:
+  with store.Store(two, say=said.append) as s:
     s.save(3, jax.device_put(host(3), LAYOUT), AXES, {})
     s.wait()
 

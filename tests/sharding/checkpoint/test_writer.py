@@ -31,11 +31,6 @@ def mesh():
   return mesh_lib.make(dict(data=2, fsdp=2, tensor=2), jax.devices()[:8])
 
 
-@pytest.fixture
-def said():
-  return []
-
-
 def state(mesh, seed=0):
   rng = np.random.default_rng(seed)
   w = NamedSharding(mesh, P('fsdp', 'tensor'))

@@ -245,19 +245,12 @@ def test_a_killed_gang_goes_on_bitwise_and_stops_by_a_signal(tiny, tmp_path):
 def test_two_tasks_of_slurm_are_one_run(tiny, tmp_path):
   """Two launchers, each with one process, as srun starts them."""
   step = dict(SLURM_NTASKS='2', SLURM_STEP_NODELIST='localhost')
-  with socket.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    port = f'--port={free.getsockname()[1]}'
+  port = f'--port={support.address().partition(":")[2]}'
   both = [
     _launch(tiny, tmp_path, port, steps=4, SLURM_PROCID=str(task), **step)
     for task in range(2)
   ]
-  try:
-    said = [process.communicate(timeout=300)[0] for process in both]
-  finally:
-    for process in both:
-      process.kill()
-  assert [process.returncode for process in both] == [0, 0], said
+  said = support.ended(both, seconds=300)
   assert 'of 2 processes' in said[0] and 'loss' not in said[1]
   one = tmp_path / 'one'
   tiny.run(one, {'train.steps': 4})

@@ -9,7 +9,6 @@ import json
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -63,7 +62,7 @@ def test_nobody_listens():
   'processes, words', [(2, '1 of 2 processes'), (4, 'up to 3 of 4 processes')]
 )
 def test_an_absent_peer_is_said(capsys, monkeypatch, processes, words):
-  address = _address()
+  address = support.address()
   line = f'process 1: waiting for {words} at {address}\n'
   for seconds, said in ((1e-3, line), (999, '')):
     monkeypatch.setattr(hosts, 'SILENT_SECONDS', seconds)
@@ -74,7 +73,7 @@ def test_an_absent_peer_is_said(capsys, monkeypatch, processes, words):
 
 def test_process_0_names_who_does_not_come(capsys, monkeypatch):
   """Before jax, which waits in silence, for minutes, and aborts."""
-  address = _address()
+  address = support.address()
   monkeypatch.setattr(hosts, 'SILENT_SECONDS', 1e-3)
   monkeypatch.setenv('PARAXIS_JOIN_SECONDS', '1')
   with support.refused('processes 1, 2 of 3 did not come', f'{address} within'):
@@ -85,13 +84,6 @@ def test_process_0_names_who_does_not_come(capsys, monkeypatch):
   monkeypatch.setenv('PARAXIS_JOIN_SECONDS', 'long')
   with support.refused('PARAXIS_JOIN_SECONDS=long is not a whole number'):
     hosts.connect(address, 3, 0)
-
-
-def _address():
-  """Of a port that is free."""
-  with socket.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    return f'127.0.0.1:{free.getsockname()[1]}'
 
 
 @pytest.mark.fault(6)
@@ -112,7 +104,7 @@ def test_two_processes_and_one_fails():
     for _ in range(10**6):
       multihost_utils.process_allgather(jax.numpy.ones(()))
   """
-  arguments = [sys.executable, '-c', textwrap.dedent(code), _address()]
+  arguments = [sys.executable, '-c', textwrap.dedent(code), support.address()]
   both = [
     subprocess.Popen([*arguments, p], stderr=subprocess.PIPE, text=True)
     for p in '01'
@@ -124,7 +116,7 @@ def test_two_processes_and_one_fails():
 
 def _start_two(tiny, workdir, *flags, other=()):
   """Two processes of one run; `other`: flags that only process 1 gets."""
-  several = (f'--coordinator_address={_address()}', '--num_processes=2')
+  several = (f'--coordinator_address={support.address()}', '--num_processes=2')
   return [
     tiny.start(
       workdir,

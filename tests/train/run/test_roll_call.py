@@ -17,9 +17,7 @@ FIELDS = {'optimizer.clip_norm': '1.0', '--workdir': 'runs/a'}
 @pytest.fixture
 def address():
   """Of a port that is free."""
-  with socket.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    return f'127.0.0.1:{free.getsockname()[1]}'
+  return support.address()
 
 
 def _call(address, *others, processes=None, patience=10.0, seconds=1.0):

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -249,9 +248,7 @@ sys.exit(cli.main(sys.argv[2:]))
 @pytest.mark.fault(28)
 def test_two_processes_go_back_together(tiny, rolled, tmp_path):
   """To the same step, leaving out the same batches: its later steps go."""
-  with socket.socket() as found:
-    found.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{found.getsockname()[1]}'
+  address = support.address()
   sums = ','.join(map(str, _sums(tiny.job(CHANGES), [6, 7])))
   here = pathlib.Path(__file__).parent
   path = [str(here), str(here.parents[1]), os.environ.get('PYTHONPATH', '')]
@@ -274,12 +271,7 @@ def test_two_processes_go_back_together(tiny, rolled, tmp_path):
     )
     for rank in range(2)
   ]
-  try:
-    said = [process.communicate(timeout=240)[0] for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  assert [process.returncode for process in processes] == [0, 0], said
+  said = support.ended(processes, seconds=240)
   assert said[0].count('back to step 6, leaving out the 2 batches') == 1
   assert _cursor(tmp_path, 12)['skips'] == [[6, 2]]
   two, one = support.losses(tmp_path), support.losses(rolled[0])

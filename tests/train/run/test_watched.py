@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.train import program
@@ -153,9 +153,7 @@ sys.exit(cli.main(sys.argv[2:]))
 )
 def test_a_slow_process_is_named(tiny, tmp_path, pauses, slow):
   """Both take equally long a step: the fast one waits for the slow one."""
-  with socket.socket() as found:
-    found.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{found.getsockname()[1]}'
+  address = support.address()
   processes = [
     subprocess.Popen(
       [
@@ -173,12 +171,7 @@ def test_a_slow_process_is_named(tiny, tmp_path, pauses, slow):
     )
     for rank, seconds in enumerate(pauses)
   ]
-  try:
-    said = [process.communicate(timeout=240)[0] for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  assert [process.returncode for process in processes] == [0, 0], said
+  said = support.ended(processes, seconds=240)
   assert ('stragglers at step 10: process 1 above' in said[0]) == slow
   assert 'process 0 above' not in said[0] and slow == ('stragglers' in said[0])
   assert 'stragglers' not in said[1]
