@@ -4,6 +4,7 @@ Configurations, comparisons, what a run left.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.models import build
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -91,6 +93,14 @@ def refused(*words):
     yield
   text = str(caught.value)
   assert '\n' not in text and all(word in text for word in words), text
+
+
+def untrained(config, seed=0):
+  """(build.Built, parameters) of a config on one device, without its mesh."""
+  plain = dataclasses.replace(config, mesh=schema.Mesh())
+  built = build.build(plain, 'data=1', devices=jax.devices()[:1])
+  with build.use(built):
+    return built, jax.jit(lambda: built.model.init(jax.random.key(seed)))()
 
 
 def save_run(path, config, built, params, steps=(1,)):

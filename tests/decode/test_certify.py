@@ -21,7 +21,6 @@ from paraxis.decode import methods
 from paraxis.decode.certify import cases
 from paraxis.decode.certify import properties
 from paraxis.decode.certify import table
-from paraxis.models import build
 from paraxis.models import layer
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import gated_linear
@@ -290,9 +289,7 @@ def test_a_checkpoint_is_certified_with_its_own_parameters(
     pattern='W', window=16,
   )  # fmt: skip
   config = schema.view({'model': tiny, 'decode': dict(weights='int4')})
-  built = build.build(config, 'data=1', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(3)))()
+  built, params = support.untrained(config, 3)
   path = support.save_run(tmp_path, config, built, params)
   with load.Checkpoint(path, say=lambda line: None) as checkpoint:
     case = cases.of_checkpoint(checkpoint)
@@ -313,9 +310,7 @@ def test_a_checkpoint_is_certified_with_its_own_parameters(
 def test_a_run_with_a_side_network_is_refused_as_by_decoding(tmp_path, capsys):
   tiny = dict(vocab_size=2048, d_model=16, num_layers=1, num_heads=2, d_ff=32)
   config = schema.view({'model': tiny, 'train': dict(side=4)})
-  built = build.build(config, 'data=1', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(3)))()
+  built, params = support.untrained(config, 3)
   path = support.save_run(tmp_path, config, built, params)
   said = []
   for flag in ('--certify', '--prompt=a'):

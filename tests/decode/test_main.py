@@ -18,7 +18,6 @@ from paraxis.configs.base import errors
 from paraxis.decode import __main__ as command
 from paraxis.decode import load
 from paraxis.decode import loop
-from paraxis.models import build
 from paraxis.models.text import tokenizer
 from paraxis.sharding.meter import compiling
 
@@ -38,10 +37,7 @@ def save(path, steps, **mesh):
   config = schema.view(
     {'model': TINY, 'mesh': mesh, 'decode': dict(max_new_tokens=6)}
   )
-  plain = dataclasses.replace(config, mesh=schema.Mesh())
-  built = build.build(plain, 'data=1', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  built, params = support.untrained(config)
   return support.save_run(path, config, built, params, steps)
 
 
@@ -216,9 +212,7 @@ def test_prompts_of_masked_models_begin_as_their_rows_do(
   decode = dict(max_new_tokens=6, temperature=0.0, method='unmask')
   train = dict(objective='masked')
   config = schema.view(dict(model=model, decode=decode, train=train))
-  built = build.build(config, 'data=1', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  built, params = support.untrained(config)
   path = support.save_run(tmp_path, config, built, params)
 
   def call(*flags):

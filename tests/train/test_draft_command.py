@@ -1,10 +1,8 @@
 """`paraxis draft`: a draft for a run, which `paraxis decode` then uses."""
 
-import dataclasses
 import json
 import os
 
-import jax
 import numpy as np
 import pytest
 import support
@@ -13,7 +11,6 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.decode import __main__ as decode_main
 from paraxis.decode import methods
-from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models.text import tokenizer
 from paraxis.train import cli
@@ -31,10 +28,7 @@ def saved(path, **model):
     ),
     'decode': dict(max_new_tokens=6),
   })  # fmt: skip
-  plain = dataclasses.replace(config, mesh=schema.Mesh())
-  built = build.build(plain, 'data=1', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  built, params = support.untrained(config)
   return support.save_run(path, config, built, params, (1,))
 
 

@@ -132,9 +132,7 @@ def test_what_balances_a_router_is_never_rounded(tmp_path):
   latent = dict(rank=8, nope_dim=4, rope_dim=4, value_dim=4)
   fields = dict(pattern='A', num_kv_heads=4, experts=experts, latent=latent)
   config = schema.view({'model': MODEL | fields})
-  built = build.build(config, '', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  built, params = support.untrained(config)
   path = 'layers/moe/bias'
   params[path] = 0.5 + 1e-3 * jax.numpy.arange(12.0).reshape(3, 4)
   support.save_run(tmp_path / 'run', config, built, params)

@@ -33,9 +33,7 @@ def _folder(at, tokenizer, rows):
   config = schema.view(
     {'model': MODEL | dict(vocab_size=rows), 'data': dict(tokenizer=tokenizer)}
   )
-  built = build.build(config, '', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  built, params = support.untrained(config)
   support.save_run(at / 'run', config, built, params)
   exchange.send(str(at / 'run'), at / 'hf', say=quiet)
   (at / 'hf' / 'README.md').write_text('---\nlicense: apache-2.0\n---\n')

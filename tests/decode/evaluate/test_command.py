@@ -1,6 +1,5 @@
 """The evaluate command on a saved run: figures, files, and what it refuses."""
 
-import dataclasses
 import json
 import math
 
@@ -39,10 +38,7 @@ def made(tmp_path_factory):
       'data': dict(tokenizer='bytes', sequence_length=32),
     }
   )
-  plain = dataclasses.replace(config, mesh=schema.Mesh())
-  built = build.build(plain, 'data=1', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  built, params = support.untrained(config)
   workdir = tmp_path_factory.mktemp('run')
   return support.save_run(workdir, config, built, params, (3,)), built, params
 
@@ -291,9 +287,7 @@ def test_a_side_network_is_refused_before_any_score(run, tmp_path, monkeypatch):
     'model': SIZES, 'train': dict(side=4),
     'data': dict(tokenizer='bytes', sequence_length=32),
   })  # fmt: skip
-  built = build.build(config, 'data=1', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  built, params = support.untrained(config)
   path = support.save_run(tmp_path / 'side', config, built, params)
   scored = []
 

@@ -4,7 +4,6 @@ import importlib
 import json
 import types
 
-import jax
 import pytest
 import support
 
@@ -12,7 +11,6 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.decode.evaluate import harness
 from paraxis.decode.evaluate import tasks
-from paraxis.models import build
 
 SIZES = dict(
   vocab_size=264, d_model=16, num_layers=1, num_heads=2, d_ff=32,
@@ -70,9 +68,7 @@ def saved(path, **more):
     'data': dict(tokenizer='bytes', sequence_length=32),
   }
   config = schema.view(values | more)
-  built = build.build(config, 'data=1', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  built, params = support.untrained(config)
   return support.save_run(path, config, built, params)
 
 

@@ -38,9 +38,7 @@ def saved(path, seed, model=(), **data):
       'data': dict(tokenizer='bytes', sequence_length=32) | data,
     }
   )
-  built = build.build(config, '', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(lambda: built.model.init(jax.random.key(seed)))()
+  built, params = support.untrained(config, seed)
   support.save_run(path, config, built, params, (1, 4))
   return str(path), {p: np.asarray(x) for p, x in params.items()}
 
