@@ -185,7 +185,10 @@ def fit(model, params, found, kind, recipe, words=None, say=print):
   order = np.random.default_rng(recipe.seed).permutation(len(data[0]))
   for i in range(recipe.steps):
     at = np.take(order, range(i * size, (i + 1) * size), mode='wrap')
-    own, state, value = update(own, state, params, *(x[at] for x in data))
+    key = jax.random.fold_in(jax.random.key(recipe.seed), i)
+    more = losses_lib.drawn(kind, key, i / recipe.steps)
+    batch = (*(x[at] for x in data), *more)
+    own, state, value = update(own, state, params, *batch)
     losses.append(float(value))
   if not np.isfinite(losses).all():
     raise errors.IntegrityError(
@@ -211,8 +214,7 @@ def _begun(model, params, tokens_NT, kind, recipe):
 def accuracy(model, params, own, found, kind, words=None, choices=10, size=256):
   """((how often choice r of head k is the model's, r < choices), ...).
 
-  Of eagle: of its first draft, then of one pass more each over all tokens, from
-  its own features alone (losses.py), not of further drafts; of falcon: of each
+  Of eagle: of each draft, where those before it are right; of falcon: of each
   draft of its first pass, then of a second one likewise, but for blocks behind
   wrong ones; of ppd: of prompt token k. found, words: as for `fit`. A draft of
   fewer words has as many choices as words.
@@ -237,7 +239,9 @@ def accuracy(model, params, own, found, kind, words=None, choices=10, size=256):
   if kind == 'falcon':  # of every pass
     length = found.x.shape[1]
     each = [len(range(length)[s]) for s in losses_lib.falcon_places(length)]
-    count = n * np.tile(each, losses_lib.PASSES)[:, None]
+    count = n * np.tile(each, losses_lib.COUNTED)[:, None]
+  if kind == 'eagle':  # drafts behind the tokens of a row
+    count = count - n * np.arange(len(total))[:, None]
   if kind == 'ppd':  # the last tokens of a row have no targets
     count = count - n * (1 + np.arange(len(total))[:, None])
   return tuple(map(tuple, (total / count).tolist()))

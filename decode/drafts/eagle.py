@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.configs.base import recurrence
 from paraxis.decode import cache as cache_lib
@@ -89,6 +90,61 @@ def begin(own, x_BTD):
 def before(x_BTD):
   """Features that drew each token of a row; the first had none."""
   return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+
+def branches(tokens_BT, depth):
+  """Rows of text, and behind every token a chain of the next ones as drafts.
+
+  Place t of pass j > 0 is draft j behind token t - j: it sees the text up to
+  that token, of pass 0, and the drafts between, of passes 1 .. j - 1.
+
+  Returns:
+    (packed.Packed (B, depth T), its form): pass 0, which is the text, then each
+    of the others; places t < j of pass j are padding.
+  """
+  rows, length = tokens_BT.shape
+  draft, place = np.divmod(np.arange(depth * length), length)
+  root = place - draft
+  every = lambda x: jnp.broadcast_to(
+    jnp.asarray(x, jnp.int32), (rows, depth * length)
+  )
+  row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+  zeros = every(0 * place)
+  packed = packed_lib.Packed(
+    jnp.concatenate([tokens_BT] * depth, 1),
+    jnp.where(every(root) < 0, rows, row),
+    every(place),
+    every(np.maximum(root, 0) * depth + draft),  # of one root, by drafts
+    every(np.where(draft > 0, 1 + np.maximum(root, 0), 0)),
+    zeros,
+    jnp.ones_like(zeros, jnp.uint32),
+  )
+  form = (packed_lib.Group(rows, depth * length, fresh=True, tree=True),)
+  return packed, form
+
+
+def passes(layer, params, own, tokens_BT, x_BTD, depth):
+  """Features (B, T, D) of each pass: of the first draft behind every token, of
+  the second one, .., if all drafts are right.
+
+  They are those of a call: the text is read with the model's features, x_BTD,
+  and each draft with what the layer made of the one before (EAGLE-3,
+  arXiv:2503.01840, section 3.2: training-time test).
+
+  Args:
+    layer: of `layer_of`. depth: how many passes.
+  """
+  given = [before(x_BTD)]
+  for drafts in range(1, depth + 1):
+    packed, form = branches(tokens_BT, drafts)
+    cache = layer.init_cache(*tokens_BT.shape)
+    x, _ = layer.step(
+      params | own, cache, packed, form,
+      begin(own, jnp.concatenate(given, 1)),
+    )  # fmt: skip
+    x = x[:, -tokens_BT.shape[1] :]
+    yield x
+    given.append(before(x))
 
 
 def waiting(x_BCD, seen):

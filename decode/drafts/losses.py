@@ -1,14 +1,14 @@
 """What drafts learn, and what is counted of them (distill.py).
 
-Medusa weights head k by .8^k (Cai et al., arXiv:2401.10774), and so do prompt
-tokens. The layers of eagle and falcon also learn the features themselves
-(EAGLE, arXiv:2401.15077), and to go on from their own: a second pass, which is
-ours, where the features before every token are the layer's, so keys of the text
-too are made of them. In decoding those are of the model's features, and only
-drafts have the layer's (EAGLE-3, arXiv:2503.01840, trains that).
+Heads and prompt tokens learn the model's most likely token, and weight head k
+by .8^k (Medusa, Cai et al., arXiv:2401.10774).
 
-Cross entropy is of the model's most likely token, not of its distribution, and
-features have no noise on them (the papers of eagle and falcon: +-.1).
+The layers of eagle and falcon learn the model's distribution, and a little its
+features (EAGLE, arXiv:2401.15077, the other way round). Eagle learns every
+draft of a chain from the layer's own features of the drafts before, the text
+read with the model's, and weights draft j by .8^j (EAGLE-3, arXiv:2503.01840,
+section 3.2, and its code, which has no loss of features). Falcon is shown some
+of its targets (`shown`), and reads features with noise on them.
 
 Legend: N, B rows, T tokens, K heads, M tokens of all rows, m prompt tokens, D
 model width, V vocabulary.
@@ -16,18 +16,20 @@ model width, V vocabulary.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from paraxis.decode import step
 from paraxis.decode.drafts import eagle
 from paraxis.decode.drafts import falcon
 from paraxis.decode.drafts import heads
 from paraxis.decode.drafts import prompt_tokens
 
 DECAY = 0.8
-NEAR, PASSES, DEPTH = 0.1, 2, 3  # of eagle: weight; of training; of accuracy
+NEAR, PASSES = 0.1, 3  # of eagle: weight of features; drafts of a chain
+# Of falcon: passes that are counted; what is added to features; glancing.
+COUNTED, NOISE, SHOWN = 2, 0.1, (0.45, 0.1)
 ROWS = ('eagle', 'falcon', 'ppd')  # trained on rows; the others on tokens
 
 
@@ -44,6 +46,19 @@ def of(model, kind, words):
     return _falcon_loss(model, words)
   of = _ppd_loss if kind == 'ppd' else _heads_loss
   return functools.partial(of, model, words)
+
+
+def drawn(kind, key, done):
+  """What a step's loss takes beside its rows: of falcon a key and the share of
+  errors that is shown, which falls; of others nothing.
+
+  Args:
+    done: the share of the steps that are done.
+  """
+  if kind != 'falcon':
+    return ()
+  first, last = SHOWN
+  return key, first + (last - first) * done
 
 
 def hits(model, kind, words, top):
@@ -92,48 +107,32 @@ def _ppd_hits(model, words, top, own, params, x, choice, tokens):
   return top(z.reshape(*y.shape, -1), y).sum((0, 1))
 
 
-def _continued(layer, own, params, tokens_BT, x_BTD):
-  """Features that the draft layer makes; x: those before each token."""
-  lengths = jnp.full(len(x_BTD), x_BTD.shape[1], jnp.int32)
-  x, _ = step.prefill(
-    layer, params | own, tokens_BT, lengths, x_BTD.shape[1],
-    eagle.begin(own, x_BTD),
-  )  # fmt: skip
-  return x
-
-
 def _eagle_loss(model, words):
-  """Cross entropy, and a tenth of the distance to the model's features, once
-  with the model's features before each token and once with the layer's own
-  before all of them."""
-  layer = eagle.layer_of(model)
+  """Cross entropy with the model's distribution, and a share of the distance to
+  its features, of every pass of eagle.passes."""
+  layer, weight = eagle.layer_of(model), DECAY ** np.arange(PASSES)
 
   def loss(own, params, x_BTD, choice_BT, tokens_BT):
-    before, total = eagle.before(x_BTD), 0.0
-    for _ in range(PASSES):
-      found = _continued(layer, own, params, tokens_BT, before)
-      z = model.logits(params, found, words)
-      total += jnp.mean(_nll(z, choice_BT)) + NEAR * jnp.mean(
-        optax.huber_loss(found, x_BTD)
-      )
-      before = eagle.before(found)
-    return total / PASSES
+    p = jax.nn.softmax(model.logits(params, x_BTD, words))
+    p = jnp.where(choice_BT[..., None] < 0, 0, p)
+    total = 0.0
+    every = eagle.passes(layer, params, own, tokens_BT, x_BTD, PASSES)
+    for j, found in enumerate(every):
+      z = model.logits(params, found[:, j:], words)
+      nll = optax.softmax_cross_entropy(z, p[:, j:])
+      near = optax.huber_loss(found[:, j:], x_BTD[:, j:])
+      total += weight[j] * (jnp.mean(nll) + NEAR * jnp.mean(near))
+    return total / weight.sum()
 
   return loss
 
 
 def _falcon_passes(model, words, own, params, x, choice, tokens):
   """(features, logits, targets) of a pass with the model's features before each
-  token, then of one with the layer's own, but in blocks that were wrong.
-
-  No glancing distillation (Falcon, arXiv:2412.12639, section 3.2), whose first
-  pass only counts errors: the second one, which alone is learned, has the
-  model's features, and at random places, a share of that count, the target's
-  token and feature, k ahead.
-  """
+  token, then of one with the layer's own, but in blocks that were wrong."""
   layer, y = eagle.layer_of(model), falcon.shifted(choice, -1)
   before = right = eagle.before(x)
-  for _ in range(PASSES):
+  for _ in range(COUNTED):
     found = falcon.features(layer, params, own, tokens, before)
     z = model.logits(params, found, words)
     yield found, z, y
@@ -146,17 +145,49 @@ def _falcon_passes(model, words, own, params, x, choice, tokens):
     before = jnp.where(wrong[..., None], right, falcon.before(found))
 
 
-def _falcon_loss(model, words):
-  """As `_eagle_loss`, of features of the token k - 1 places later."""
+def shown(key, wrong_B, share, tokens_BT, before_BTD):
+  """Tokens and features before them, at random places those k further: what
+  the place is to say.
 
-  def loss(own, params, x, choice, tokens):
-    total, far = 0.0, falcon.shifted(x)
-    for found, z, y in _falcon_passes(
-      model, words, own, params, x, choice, tokens
-    ):
-      near = optax.huber_loss(found, far)[:, : 1 - falcon.BLOCK]
-      total += jnp.mean(_nll(z, y)) + NEAR * jnp.mean(near)
-    return total / PASSES
+  Glancing (Falcon, arXiv:2412.12639, section 3.2, and its code): of each row a
+  share of the number of its errors, only first places of blocks.
+
+  Args:
+    wrong_B: errors of each row. share: of them.
+  """
+  k, length = falcon.BLOCK, tokens_BT.shape[1]
+  place = np.arange(length)
+  first = ((length - 1 - place) % k == k - 1) & (place + k < length)
+  u = jax.random.uniform(key, tokens_BT.shape)
+  rank = jnp.argsort(jnp.argsort(jnp.where(first, u, 2.0), -1), -1)
+  here = first & (rank < jnp.floor(share * wrong_B)[:, None])
+  ahead = lambda z: jnp.roll(z, -k, 1)
+  return (
+    jnp.where(here, ahead(tokens_BT), tokens_BT),
+    jnp.where(here[..., None], ahead(before_BTD), before_BTD),
+  )
+
+
+def _falcon_loss(model, words):
+  """As `_eagle_loss`, of features of the token k - 1 places later, in a second
+  pass, of which some targets are shown (`shown`): the more, the more a first
+  one had wrong. The first one is not learned."""
+  layer, k = eagle.layer_of(model), falcon.BLOCK
+
+  def loss(own, params, x, choice, tokens, key, share):
+    y, noise, places = falcon.shifted(choice, -1), *jax.random.split(key)
+    before = eagle.before(x)
+    before += jax.random.uniform(noise, x.shape, x.dtype, -NOISE, NOISE)
+    features = lambda *given: falcon.features(layer, params, own, *given)
+    z = model.logits(params, features(tokens, before), words)
+    wrong = ((jnp.argmax(z, -1) != y) & (y >= 0)).sum(-1)
+    found = features(*shown(places, wrong, share, tokens, before))
+    z = model.logits(params, found, words)[:, : 1 - k]
+    p = jax.nn.softmax(model.logits(params, x[:, k - 1 :], words))
+    p = jnp.where(y[:, : 1 - k, None] < 0, 0, p)
+    nll = jnp.mean(optax.softmax_cross_entropy(z, p))
+    near = optax.huber_loss(found[:, : 1 - k], x[:, k - 1 :])
+    return nll + NEAR * jnp.mean(near)
 
   return loss
 
@@ -184,12 +215,13 @@ def _hits(model, words, top, own, params, x, y):
 
 
 def _eagle_hits(model, words, top, own, params, x, choice, tokens):
-  """How often each choice is the model's: of first drafts, then where the
-  features before every token are the layer's, of the pass before."""
-  layer, before, out = eagle.layer_of(model), eagle.before(x), []
-  for _ in range(DEPTH):
-    after = _continued(layer, own, params, tokens, before)
-    z = model.logits(params, after, words)
-    out.append(top(z, choice).sum((0, 1)))
-    before = eagle.before(after)
-  return jnp.stack(out)
+  """How often each choice is the model's: of first drafts, of second ones, ..,
+  where the drafts before are right."""
+  layer = eagle.layer_of(model)
+  every = eagle.passes(layer, params, own, tokens, x, PASSES)
+  return jnp.stack(
+    [
+      top(model.logits(params, found[:, j:], words), choice[:, j:]).sum((0, 1))
+      for j, found in enumerate(every)
+    ]
+  )

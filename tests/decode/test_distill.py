@@ -14,6 +14,7 @@ from paraxis.decode.drafts import distill
 from paraxis.decode.drafts import eagle
 from paraxis.decode.drafts import falcon
 from paraxis.decode.drafts import heads
+from paraxis.decode.drafts import losses
 from paraxis.decode.drafts import prompt_tokens
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
@@ -216,6 +217,69 @@ def test_a_draft_of_few_words_is_as_accurate_as_its_words_allow(made, kind):
   assert (z[..., others] == heads.NEVER).all()
 
 
+def test_passes_of_eagle_are_what_a_call_makes(made):
+  """Draft j behind a token, of the text up to it with the model's features and
+  j drafts with the layer's own, one row for each."""
+  model, params, text = made
+  _, own = distill.untrained(model, params, 'eagle', 'numbers')
+  layer, ids, depth = eagle.layer_of(model), text[:2, :9], 3
+  x = np.random.default_rng(4).normal(size=(2, 9, D)).astype(np.float32)
+
+  def features(tokens, before):
+    size = len(before)
+    made, _ = step.prefill(
+      layer, params | own, jnp.asarray(tokens[None, :size]),
+      jnp.full(1, size, jnp.int32), size, eagle.begin(own, before[None]),
+    )  # fmt: skip
+    return np.asarray(made[0])
+
+  given = layer, params, own
+  found = list(eagle.passes(*given, jnp.asarray(ids), jnp.asarray(x), depth))
+  assert len(found) == depth
+  far = 0
+  for n, root in np.ndindex(2, 9 - depth + 1):
+    before = np.pad(x[n, :root], ((1, 0), (0, 0)))
+    for j in range(depth):
+      made = features(ids[n], before)
+      at = root + j
+      np.testing.assert_allclose(found[j][n, at], made[-1], atol=2e-5)
+      before = np.concatenate([before, made[-1:]])
+      # The test can fail: with own features before all tokens, others come.
+      if j:
+        every = np.pad(np.asarray(found[j - 1])[n, :at], ((1, 0), (0, 0)))
+        far = max(far, np.abs(features(ids[n], every)[-1] - made[-1]).max())
+  assert far > 1e-3
+
+
+def test_eagle_learns_the_distribution_of_the_model(made):
+  """Of each pass, by hand: no place before its first draft counts, and none
+  whose likeliest token is no word of the draft."""
+  model, params, text = made
+  _, own = distill.untrained(model, params, 'eagle', 'numbers')
+  words = np.arange(1, V)
+  found = distill.features(model, params, text[:4], 0, 4)
+  choice = distill.places(words, found.choice)
+  choice[:, 3] = -1
+  given = jnp.asarray(found.x), jnp.asarray(choice), jnp.asarray(text[:4])
+  loss = losses.of(model, 'eagle', words)(own, params, *given)
+  layer, total = eagle.layer_of(model), 0.0
+  logits = lambda x: np.float64(model.logits(params, x, words))
+  soft = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))
+  p = np.exp(soft(logits(given[0])))
+  every = eagle.passes(layer, params, own, given[2], given[0], losses.PASSES)
+  for j, x in enumerate(every):
+    q, sums = soft(logits(x)), []
+    for n, t in np.ndindex(4, RECIPE.length):
+      if t >= j:
+        off = np.float64(x[n, t]) - found.x[n, t]
+        near = np.where(abs(off) < 1, off**2 / 2, abs(off) - 0.5).mean()
+        nll = 0 if choice[n, t] < 0 else -(p[n, t] * q[n, t]).sum()
+        sums.append(nll + losses.NEAR * near)
+    total += 0.8**j * np.mean(sums)
+  weight = sum(0.8**j for j in range(losses.PASSES))
+  assert float(loss) == pytest.approx(total / weight, rel=1e-5)
+
+
 def test_prompt_tokens_see_the_text_before_them_and_nobody_sees_them(made):
   """Features of prompt tokens are those of a row that ends with them."""
   model, params, text = made
@@ -327,6 +391,69 @@ def test_a_block_of_falcon_sees_itself_and_nothing_behind_it(made):
     # 7 tokens: the first is alone, then 1 2, 3 4, 5 6.
     first = t if t == 0 or t % 2 else t - 1
     assert changed.tolist() == [i >= first for i in range(7)]
+
+
+def test_falcon_is_shown_a_share_of_its_errors(made):
+  """Tokens and features k ahead, at first places of blocks, counted from the
+  row's end, as many as a share of each row's errors, others in other steps."""
+  ids = jnp.arange(22).reshape(2, 11)
+  x = ids[..., None] * np.ones(3) + 0.5
+  wrong, k, seen = jnp.array([0, 5]), falcon.BLOCK, set()
+  for i in range(8):
+    key = jax.random.key(i)
+    tokens, before = losses.shown(key, wrong, 0.7, ids, x)
+    here = np.asarray(tokens != ids)
+    assert here.sum(1).tolist() == [0, 3]
+    assert (tokens[here] == ids[here] + k).all()
+    assert (before == tokens[..., None] + 0.5).all()
+    assert {*np.argwhere(here)[:, 1]} <= {1, 3, 5, 7}
+    seen.add(tuple(np.argwhere(here)[:, 1]))
+    again, _ = losses.shown(key, wrong, 0.7, ids, x)
+    np.testing.assert_array_equal(again, tokens)
+  assert len(seen) > 1
+  every, _ = losses.shown(key, 99 * wrong, 1.0, ids, x)
+  assert np.asarray(every != ids).sum(1).tolist() == [0, 4]
+
+
+def test_falcon_learns_the_pass_that_was_shown_answers(made, monkeypatch):
+  """By hand: errors of a first pass, which has no gradient, then cross entropy
+  with the model's distribution k - 1 places later, of words alone."""
+  model, params, text = made
+  monkeypatch.setattr(losses, 'NOISE', 0.0)
+  _, own = distill.untrained(model, params, 'falcon', 'numbers')
+  words, k = np.arange(1, V), falcon.BLOCK
+  found = distill.features(model, params, text[:4], 0, 4)
+  choice = distill.places(words, found.choice)
+  choice[:, 5] = -1
+  x, ids, key = jnp.asarray(found.x), jnp.asarray(text[:4]), jax.random.key(3)
+  loss = losses.of(model, 'falcon', words)
+  got = loss(own, params, x, jnp.asarray(choice), ids, key, 0.6)
+  layer = eagle.layer_of(model)
+  run = lambda *given: falcon.features(layer, params, own, *given)
+  logits = lambda x: np.float64(model.logits(params, x, words))
+  first = logits(run(ids, eagle.before(x))).argmax(-1)
+  wrong = np.zeros(4)
+  for n, t in np.ndindex(4, RECIPE.length - k + 1):
+    y = choice[n, t + k - 1]
+    wrong[n] += y >= 0 and y != first[n, t]
+  assert wrong.min() > 3
+  given = ids, eagle.before(x)
+  _, places = jax.random.split(key)
+  made_of = run(*losses.shown(places, jnp.asarray(wrong), 0.6, *given))
+  soft = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))
+  p, q, sums = np.exp(soft(logits(x))), soft(logits(made_of)), []
+  for n, t in np.ndindex(4, RECIPE.length - k + 1):
+    later = t + k - 1
+    off = np.float64(made_of[n, t]) - found.x[n, later]
+    near = np.where(abs(off) < 1, off**2 / 2, abs(off) - 0.5).mean()
+    nll = 0 if choice[n, later] < 0 else -(p[n, later] * q[n, t]).sum()
+    sums.append(nll + losses.NEAR * near)
+  assert float(got) == pytest.approx(np.mean(sums), rel=1e-5)
+  none = loss(own, params, x, jnp.asarray(choice), ids, key, 0.0)
+  assert abs(float(none) - float(got)) > 1e-4
+  assert (
+    losses.drawn('falcon', key, 0.0)[1] > losses.drawn('falcon', key, 1.0)[1]
+  )
 
 
 def test_the_memory_of_falcon_is_that_of_a_plain_loop(made):
