@@ -4,21 +4,21 @@ paper: arXiv:2504.14960
 mechanism: sharding/experts/dispatch.py, models/ffn/moe.py, sharding/rules.py
 test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce moe_parallel_folding
-cost: 360 CPU-seconds
+cost: 900 CPU-seconds
 expect: EQ 2e-15; HLO 2 + 2 exchanges a layer in every folding; bytes by
   formula, 0.50, 0.32, 0.19, 0.11 of them with E = 8 to 64 experts sharded over
   all 8 devices instead of over data alone; SIM 64 -> 8 and up to 1,024 -> 64
-  devices; AOT 57.4B parameters of 64 experts on v5p:8x8x8: 71.7 -> 15.1 GiB a
-  chip, 180 -> 128 GB received, experts on 8 -> 64 chips. Two thirds of the time
-  are for AOT, which needs libtpu.
+  devices; AOT 57.4B parameters of 64 experts on v5p:8x8x8: 71.4 -> 14.8 GiB a
+  chip, 120 -> 60 GB received, experts on 8 -> 64 chips. Most of the time is for
+  AOT, which needs libtpu.
 differs: bytes and memory, no throughput. The unfolded baseline shards experts
   over data (or fsdp) alone, each whole on the devices of tensor and context;
   the paper also splits the width of an expert over tensor, which is not built.
   Bytes are fewer because gradients of experts are summed over fewer devices;
   exchanges alone cost more (1.75 times on 8 ranks for 2), and with experts over
   context and tensor alone more crosses data. With many tokens a device the gain
-  is smaller. The exchange is padded on CPU and ragged on TPU; bytes count every
-  slot as sent.
+  is smaller. The exchange is padded on CPU, where bytes count every slot as
+  sent, and ragged on TPU, where they are those of evenly spread tokens.
 """
 
 from paraxis.configs import presets
