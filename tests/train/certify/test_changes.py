@@ -200,15 +200,25 @@ def test_sizes_alone_are_silent():
   assert not any('warmup' in note for note in case.notes)
 
 
-def test_every_replaced_field_is_a_size_or_is_said():
-  """All that verify sets, on a config with nothing at its default."""
+@pytest.mark.parametrize(
+  'balance, fraction, of',
+  [(0.0, 0.5, 'pipeline.skip_fraction'), (0.01, 0.0, changes.SCOPE)],
+)
+def test_every_replaced_field_is_a_size_or_is_said(balance, fraction, of):
+  """All that verify sets, on a config with nothing at its default; stages that
+  are left out serve no experts with a balance loss."""
   experts = dict(
-    count=64, hot=1, capacity_factor=1.0, balance_scope='device', d_ff=128
+    count=64,
+    hot=1,
+    capacity_factor=1.0,
+    balance_scope='device',
+    d_ff=128,
+    balance=balance,
   )
   config = config_of(
     experts,
     optimizer=schema.Optimizer(warmup_steps=7),
-    pipeline=schema.Pipeline('skip', 1, 8, skip_fraction=0.5),
+    pipeline=schema.Pipeline('skip', 1, 8, skip_fraction=fraction),
     train=schema.Train(
       batch_size=512, batch_ramp='256:256:9', shape_cycle='4:9,1'
     ),
@@ -226,12 +236,7 @@ def test_every_replaced_field_is_a_size_or_is_said():
     'model.num_layers', 'model.d_model', 'model.d_ff',
   }  # fmt: skip
   assert changed - said <= sizes, changed - said - sizes
-  assert said == {
-    changes.SCOPE,
-    changes.CAPACITY,
-    changes.TOLERANCE,
-    'pipeline.skip_fraction',
-  }
+  assert said == {of, changes.CAPACITY, changes.TOLERANCE}
 
 
 # Sizes of shipped configs that verify shrinks: none has another meaning then.
