@@ -169,7 +169,6 @@ NEVER = {
   ),
 }  # fmt: skip
 UNPAIRED = {'NoLoCo, alone': REPLICAS['NoLoCo']}
-SIGNS = {'streamed, signs': REPLICAS['streamed, 4 bits']}
 NO_PULL = {'NoLoCo, no pull': REPLICAS['NoLoCo'] | dict(pull=0.0)}
 WARM = 330  # steps of data parallel, a quarter of all tokens
 

@@ -20,7 +20,6 @@ from paraxis.train.certify import inputs
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import knockouts
-from paraxis.train.steps import codec
 from paraxis.train.steps import outer
 from paraxis.train.steps import pairs
 
@@ -65,18 +64,6 @@ def unpaired():
   """Knock-out: every replica meets itself."""
   itself = lambda n: np.arange(n)[None]
   return knockouts.patched(pairs, 'matchings', itself)
-
-
-def signs():
-  """Knock-out: of a code the sign is read, not the exponent: all numbers of an
-  array are as large as codes are on average."""
-  right, size = codec.decode, codec.MAGNITUDES.mean()
-
-  def decode(scale, packed, shape):
-    below = right(scale, packed, shape) < 0
-    return scale * jnp.where(below, -size, size)
-
-  return knockouts.patched(codec, 'decode', decode)
 
 
 class _Anchor:

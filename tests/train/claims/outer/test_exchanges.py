@@ -145,7 +145,6 @@ def test_families_are_compared_seed_by_seed(monkeypatch, tmp_path, warm):
   [
     ('co2', 'no_penalty', 'CO2, switched off', 'CO2, no penalty', 'exchanges'),
     ('noloco', 'unpaired', 'NoLoCo, alone', 'NoLoCo', 'equations'),
-    ('streaming_diloco', 'signs', 'streamed, signs', 'streamed', 'equations'),
   ],
 )
 def test_what_a_knock_out_replaces_is_in_the_key(
