@@ -146,7 +146,7 @@ def text(job, found: Cost, workdir='', traced=None) -> str:
     *([('kernels', _kernels(traced.kernels))] if traced else []),
     ('step', _step(config)),
     *([('stages', _stages(job))] if job.built.schedule else []),
-    *([('ZeRO', whole(job.built))] if whole(job.built) else []),
+    *([('ZeRO', kept)] if (kept := whole(job.built)) else []),
     *([('replicas', _replicas(job))] if config.outer.active else []),
     ('data', _data(job)),
     ('held out', held_out(job)),
