@@ -10,6 +10,8 @@ process 0, a fraction of a millisecond.
 """
 
 import collections
+import contextlib
+import time
 
 import jax
 from jax._src import distributed  # the client of the service is not public
@@ -17,6 +19,8 @@ from jax._src import distributed  # the client of the service is not public
 from paraxis.configs.base import errors
 
 SECONDS = 300.0  # what a barrier of a run waits where nobody asks otherwise
+_LEAVE_SECONDS = 5.0  # process 0 waits for the last words of the others
+_LAST_SECONDS = 0.2  # from a process's last call until it has ended
 
 _count = collections.Counter()
 _last = {}  # key of this process at the former meeting of a name
@@ -64,6 +68,27 @@ def gather(name: str, text: str, seconds: float = SECONDS) -> list[str]:
     client.key_value_delete(_last[name])
   _last[name] = f'{folder}{me}'
   return [found[i] for i in range(jax.process_count())]
+
+
+def leave() -> None:
+  """Before a process ends for a reason that all have: process 0 ends last.
+
+  The service ends with process 0, and a process that outlives the service is
+  aborted by its runtime, whatever it was saying.
+  """
+  state, folder = distributed.global_state, 'paraxis/leaving/'
+  if state.client is None:
+    return
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    if state.process_id:
+      state.client.key_value_set(f'{folder}{state.process_id}', '')
+      return
+    until = time.monotonic() + _LEAVE_SECONDS
+    while len(_there(state.client, folder)) < state.num_processes - 1:
+      if time.monotonic() > until:
+        return
+      time.sleep(0.02)
+    time.sleep(_LAST_SECONDS)
 
 
 def _there(client, folder):

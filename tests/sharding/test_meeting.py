@@ -37,7 +37,15 @@ CODE = """
     meeting.meet('last')
     print(sorted(key for key in keys if key.endswith(f'/{me}')))
 
-  dict(late=late, gather=gather)[scene]()
+  def leave():
+    meeting.meet('both are here')
+    if me:
+      time.sleep(2)
+    print('my last words', flush=True)
+    meeting.leave()
+    os._exit(0)
+
+  dict(late=late, gather=gather, leave=leave)[scene]()
   sys.stdout.flush()
   sys.stdin.read()  # process 0 serves what process 1 asks, so it ends last
   os._exit(0)
@@ -87,6 +95,12 @@ def test_who_is_late_is_named_and_so_is_the_barrier(two):
   ]
 
 
+@pytest.mark.fault(11)
+def test_process_0_ends_after_the_last_words_of_the_others(two):
+  assert two('leave') == [['my last words']] * 2
+
+
 def test_one_process_waits_for_nobody():
+  meeting.leave()
   meeting.meet('alone', 0)
   assert meeting.gather('alone', 'text') == ['text']

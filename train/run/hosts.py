@@ -244,8 +244,13 @@ def _lock(path):
 
 
 def exit_now(code):
+  """Ends the process; what all refuse, process 0 refuses last."""
   sys.stdout.flush()
   sys.stderr.flush()
+  if _connected and code != errors.EXIT_CRASH:
+    from paraxis.sharding import meeting
+
+    meeting.leave()
   os._exit(code)
 
 
