@@ -42,7 +42,7 @@ class Mesh:
     'them, or each steps alone (outer.exchange)',
   )
   stage: int = field(1, 'pipeline stages')
-  data: int = field(1, 'batch shards, parameters replicated')
+  data: int = field(1, 'batch shards; mesh.zero says what else they shard')
   fsdp: int = field(1, 'batch shards that also shard parameters')
   context: int = field(1, 'sequence shards')
   tensor: int = field(1, 'shards of heads, mlp and vocabulary')
@@ -59,7 +59,7 @@ class Mesh:
     high=3,
   )
   sequence: bool = field(
-    True, 'residuals and norms are sharded over tensor along the length'
+    True, 'sequence parallelism: residuals and norms are sharded over tensor'
   )
   context_form: str = field(
     'ring',
@@ -83,8 +83,8 @@ class Mesh:
   )
   collectives: str = field(
     'annotated',
-    'annotated: by the compiler, sums of gradients in every microbatch; '
-    'explicit: in a manual region (always with stages or outer.exchange), once',
+    'annotated: XLA sums gradients in every microbatch; explicit (always with '
+    'stages, outer.exchange): ours, once a step but over fsdp or if zero > 1',
     ('annotated', 'explicit'),
   )
   expert_order: str = field(
@@ -109,7 +109,7 @@ class Pipeline:
     ('gpipe', 'one_f_one_b', 'interleaved', 'zero_bubble', 'v_half', 'skip'),
   )
   chunks: int = field(
-    1, 'chunks of layers per stage; interleaved: above 1, v_half: 2', low=1
+    1, 'virtual stages each; interleaved > 1, v_half 2, 1F1B and skip 1', low=1
   )
   microbatches: int = field(
     0, 'pipeline microbatches per accumulation slice; 0: mesh.stage', low=0
@@ -133,24 +133,24 @@ class Train:
   steps: int = field(480, 'optimizer steps', low=1)
   objective: str = field(
     'next_token',
-    'what is predicted: next_token; masked: tokens that model.mask_id stands '
-    'for; block: those of every block, seen with the blocks before it without '
-    'masks (train/data/objectives.py)',
+    'training objective: next_token; masked: masked diffusion (LLaDA), masks '
+    'are model.mask_id; block: block diffusion, each masked block sees the '
+    'clean blocks before it (train/data/objectives.py)',
     ('next_token', 'masked', 'block'),
   )
   complementary: bool = field(
-    False, 'two rows of a step are one text: what one masks, the other shows'
+    False, 'masked, block: two rows are one text with complementary masks'
   )
   estimator: str = field(
     'backprop',
-    'how a step finds where to go: backprop, the gradient; zeroth_order, the '
-    'slope along a random direction, from two forward passes (train/steps/'
-    'zeroth_order.py). The latter reads the learning rate, its schedule, '
-    'weight_decay and clip_norm, and no moments',
+    'gradient estimator: backprop; zeroth_order (MeZO): slope along a random '
+    'direction, from two forward passes (train/steps/zeroth_order.py); of '
+    'optimizer it reads learning_rate, the schedule, weight_decay and '
+    'clip_norm only',
     ('backprop', 'zeroth_order'),
   )
   perturbation: float = field(
-    1e-3, 'zeroth_order: distance of a forward pass', low=1e-9
+    1e-3, 'zeroth_order: step of the finite difference', low=1e-9
   )
   batch_size: int = field(
     8, 'global batch: rows in a step over all devices', low=1
@@ -169,11 +169,11 @@ class Train:
   microbatches: int = field(1, 'gradient accumulation slices', low=1)
   freeze: str = field(
     '',
-    'parameters that stay as they are, by patterns of their paths: '
-    "'embedding,layers/mlp/*' (checkpoint metadata and errors list them)",
+    "frozen parameters, by patterns of their paths: 'embedding,layers/mlp/*' "
+    '(`paraxis checkpoint inspect` lists the paths, below params/)',
   )
   learn: str = field(
-    '', "what adapters or a side network leave unfrozen, likewise: 'head'"
+    '', "patterns of what adapters or train.side do not freeze: 'head'"
   )
   lora: Lora = Lora()
   side: int = field(
@@ -218,15 +218,15 @@ class Train:
   spike: Spike = Spike()
   drift_every: int = field(
     0,
-    'steps between comparisons of replicas on different devices; 0: only at '
-    'the start and in each checkpoint',
+    'steps between bitwise checks that copies of a shard on several devices '
+    'are equal; 0: only at the start and in each checkpoint',
     low=0,
   )
   stall_seconds: int = field(
     1800,
     'seconds without progress after which a process ends with code 13 and the '
-    'stack of every thread; steps wait for less, 20 times their median, but '
-    'two minutes at least; 0: never',
+    'stack of every thread; of a step 20 times the median step, at least two '
+    'minutes, if that is less; 0: never',
     low=0,
   )
   tensorboard: bool = field(False, 'also write tensorboard events')
@@ -271,7 +271,7 @@ class Config:
     return rows // parts
 
 
-# Fields of files from before they had their names.
+# Old names of fields that files may still have -> today's names.
 RENAMED = {f'optimizer.{old}': new for old, new in _OPTIMIZER.items()}
 SECTIONS: dict[str, Any] = {
   f.name: type(f.default) for f in dataclasses.fields(Config)

@@ -254,7 +254,7 @@ def _read(options):
 
 EMA = (
   bool, 'ema', False,
-  'averages of the parameters (optimizer.ema_decay) instead of them',
+  'read the EMA of the parameters (optimizer.ema_decay)',
 )  # fmt: skip
 COMMAND = command_line.Command(
   _decode,
@@ -281,7 +281,7 @@ COMMAND = command_line.Command(
      'stdin'),
     (str, 'system=TEXT', '', 'first message of every --chat'),
     ('several', 'domain=NAME', [],
-     'kind of text; once for all prompts, or once per prompt'),
+     'domain whose token begins the text; once, or once per prompt'),
     ('path', 'calibration_file=FILE', None,
      'UTF-8 text for the covariance of latents, read with '
      '--config.model.latent.rotation=pca alone; else the prompts'),
@@ -297,7 +297,7 @@ COMMAND = command_line.Command(
     ('several', 'stop=TEXT', [], 'end before this text; may be repeated'),
     'Methods: several tokens a call of the model',
     (str, 'method=NAME', None, 'of the list that --methods prints'),
-    (bool, 'methods', False, 'print them, and what is held true of each'),
+    (bool, 'methods', False, 'list the methods, and which are lossless'),
     (int, 'drafts=N', None, 'tokens that are drafted for a call'),
     (int, 'draft_layers=N', None,
      'speculative, pearl, easyspec: layers that draft'),

@@ -113,9 +113,9 @@ def resolve(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     asked = [a for a in AXES if full[a] != 1] or ['data']
     fits = ' | '.join(factorisations(num_devices, asked))
     raise errors.UserError(
-      f'mesh {named} has {known} places for {num_devices} devices, and no '
-      f'device may be idle; these fit: {fits}. Give one as --mesh=. '
-      f'(--devices={known} asks for '
+      f'mesh {named} needs {"a multiple of " * bool(wild)}{known} devices, but '
+      f'{num_devices} are present, and none may be idle; these fit: {fits}. '
+      f'Give one as --mesh=. (--devices={known} asks for '
       f'{known} virtual CPU devices; with paraxis launch, '
       f'--devices_per_process=N, {known} in all processes.)'
     )

@@ -364,7 +364,7 @@ COMMANDS = (
     _reshard,
     'checkpoint reshard',
     '--checkpoint=RUN/STEP --out=RUN2 --chunk_bytes=N',
-    'write a checkpoint again in chunks of other sizes; the same fingerprints',
+    'rewrite a checkpoint in another chunk size (files depend on no mesh)',
     (
       (
         'path',

@@ -38,8 +38,8 @@ _MESH = (
 )  # fmt: skip
 _DEVICES = (
   'count', 'devices=N', 0,
-  'virtual CPU devices; 0: the accelerators present, else a virtual one for '
-  'each place of the mesh, up to 8',
+  'virtual CPU devices; 0: the accelerators present, else virtual ones, as '
+  'many as the mesh has, up to 8 (8 without a mesh)',
 )  # fmt: skip
 _COMPARED = 'init_optimizer', 'init_layers', 'init_ema', 'profile'
 _JSON = (bool, 'json', False, 'print one JSON document instead of the table')
@@ -187,7 +187,7 @@ _ALL = (
       _MESH,
       _DEVICES,
       (bool, 'print_config', False, 'print the resolved config as JSON; exit'),
-      (bool, 'dry_run', False, 'print what a run begins with; exit'),
+      (bool, 'dry_run', False, 'print model, mesh, data, memory; exit'),
       *exchange_command.INIT,
       (bool, 'from_scratch', False, 'begin again if checkpoints are missing'),
       (str, 'profile=FIRST:LAST', '', 'trace these steps into RUN/profile'),

@@ -10,9 +10,9 @@ INIT = (
    'Face, a .gguf file, or smollm2; configs/finetune.py has rates for them'),
   (bool, 'init_optimizer', False,
    "with --init_from=RUN: its optimizer's state too"),
-  (str, 'init_layers=FIRST:LAST', '',
-   'with --init_from=RUN: of its layers these alone (0:6 are 0 to 5), the '
-   'others are new'),
+  (str, 'init_layers=FIRST:END', '',
+   'with --init_from=RUN: read only its layers FIRST to END - 1 (0:6 are 0 to '
+   '5), the others are new'),
   (bool, 'init_ema', False,
    'with --init_from=RUN: averages of its parameters (optimizer.ema_decay) '
    'instead of them'),
@@ -20,7 +20,7 @@ INIT = (
 
 _EMA = (
   bool, 'ema', False,
-  'averages of the parameters (optimizer.ema_decay) instead of them',
+  'read the EMA of the parameters (optimizer.ema_decay)',
 )  # fmt: skip
 
 

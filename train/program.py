@@ -4,8 +4,8 @@
               state and of a batch; the compiled halves of a step
            -> Job: a Program and the text that it trains on
 
-Bad input of any kind ends here, before anything is compiled and before the
-workdir is written.
+Bad input ends here, before anything is compiled and before the workdir is
+written; what does not fit a device's memory ends in train/run/memory.py.
 """
 
 import contextlib

@@ -190,8 +190,8 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
     tree |= _merged(job, tree)
     say(
       f'replicas: {store.directory} is of {former}, this run has '
-      f'{job.state.replicas}, and each of them begins with the mean of their '
-      'parameters and optimizer states'
+      f'{job.state.replicas}: each new one begins with the mean of the former '
+      "ones' parameters and optimizer states"
     )
   tree = state_lib.on_stages(tree, shapes, job.leaves)
   _check(job, step, kept, store.directory, say)

@@ -35,13 +35,13 @@ METHODS = {
     _LOSSLESS,
   ),
   'unmask': (
-    'nothing: masks become text in any order (decode.unmask)',
-    'for masked models alone; lossless of nothing',
+    'nothing: a call unmasks tokens, in any order (decode.unmask)',
+    'for masked models only; not lossless',
   ),
   'wavefront': (
     'nothing: passes over a core for many tokens at once (decode.wavefront)',
-    'for models with model.recurrence; lossless of nothing, but with width=1 '
-    'and inner=model.recurrence.iterations',
+    'for models with model.recurrence; lossless only with width=1 and '
+    'inner=model.recurrence.iterations',
   ),
 }
 
@@ -165,17 +165,17 @@ class Decode:
   )
   judge: str = field(
     'replay',
-    'which drafts are kept. replay: those that decoding one by one would draw, '
-    'so the text is the same; rejection: as arXiv:2211.17192, the most that '
-    'leave the distribution as it is; typical: likely ones, which changes it',
+    'acceptance rule. replay: drafts that autoregressive decoding would '
+    'sample, so the text is the same; rejection: rejection sampling, the same '
+    'distribution (arXiv:2211.17192); typical: of Medusa, which changes it',
     ('replay', 'rejection', 'typical'),
   )
   unmask: Unmask = Unmask()
   wavefront: Wavefront = Wavefront()
   requests: int = field(
     0,
-    'continuous batching, of every method: rows that all prompts share, one '
-    'after the other; 0: a row each, all at once',
+    'continuous batching, of every method: cache rows, the most prompts that '
+    'are decoded at once; 0: a row for each prompt, all at once',
     low=0, high=4096,
   )  # fmt: skip
   budget: int = field(

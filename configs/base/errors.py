@@ -1,8 +1,8 @@
 """The errors a user meets, and the exit codes of every command.
 
 A `UserError` is one clear line: the fault, its place, both numbers, the remedy.
-The command line prints it without a traceback and exits with 2, before anything
-is compiled or written. Standard library only: every folder may import this.
+The command line prints it without a traceback and exits with 2, if possible
+before compiling or writing. Standard library only: every folder may import it.
 """
 
 EXIT_OK = 0

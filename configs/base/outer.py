@@ -13,12 +13,12 @@ class Outer:
 
   exchange: str = field(
     'none',
-    'what replicas exchange: none, they average the gradients of every step; '
-    'mean, each steps alone, and every outer.period steps the mean of their '
-    'parameters moves the anchor, from which all continue; pairs, each has an '
-    'anchor of its own, which moves by what it and one other replica found. '
-    'mean and pairs: of next_token and elementwise update rules, without '
-    'stages, experts and ema_decay',
+    'none: data parallel, gradients are averaged in every step; mean: local '
+    'steps, and every outer.period steps the mean of the parameters moves the '
+    'anchor, from which all continue (local SGD, DiLoCo); pairs: gossip, each '
+    'replica has an anchor, moved by its own and one other replica (NoLoCo). '
+    'mean and pairs: with next_token and elementwise update rules only, no '
+    'stages, experts or ema_decay',
     ('none', 'mean', 'pairs'),
   )
   period: int = field(

@@ -225,9 +225,9 @@ COMMAND = command_line.Command(
     ('path', 'weights=PATH', None,
      'instead: a folder of Hugging Face, a .gguf file, or smollm2'),
     (list, 'ensemble=RUN:WEIGHT,...', [],
-     'instead: runs of one architecture, whose probabilities are mixed, each '
-     'believed as far as it predicted the text so far; WEIGHT, of a prior, is '
-     '1 if it is not given'),
+     'instead: a Bayesian mixture of runs of one architecture, weighted by '
+     'their posterior given the text so far; WEIGHT is that of the prior, by '
+     'default 1'),
     (int, 'step=N', None, 'step to load; else the newest undamaged one'),
     decode_main.EMA,
     'Tasks',

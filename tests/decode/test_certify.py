@@ -349,7 +349,7 @@ def test_streams_have_no_forks():
     (['--certify', '--calibration_file=x'], 'out --calibration_file.'),
     (['--certify=F', '--mesh=tenser=2'], "Did you mean 'tensor'"),
     (['--certify=F', '--mesh=tensor=3'], 'tensor=3 does not divide'),
-    (['--certify=F', '--mesh=tensor=16'], '16 places for 8 devices'),
+    (['--certify=F', '--mesh=tensor=16'], '16 devices, but 8'),
     (['--certify=G', '--mesh=context=4'], 'layers of kind G have none'),
     (['--certify=F', '--config.model.window=x'], 'window'),
     (['--certify', '--config.model.pattern=Q'], "'Q' is no mixer"),

@@ -369,7 +369,7 @@ def test_damage_falls_back_and_is_reported(run, workdir, tmp_path, whole):
     (['--config=quickstart'], 'from the checkpoint'),
     (['--config.decode.tempratur=1'], "Did you mean 'decode.temperature'"),
     (['--step=4'], 'no checkpoint of step 4.*there are 3, 7'),
-    (['--mesh=data=3'], '3 places for 8 devices'),
+    (['--mesh=data=3'], '3 devices, but 8'),
     (['--mesh=dta=8'], "'dta' is not a mesh axis"),
     (['--mesh=tensor=8'], "heads' has size 2"),
     (['--config.data.tokenizer=bytes'], 'not the one of the checkpoint'),

@@ -53,7 +53,7 @@ def test_make_places_every_device_once():
   assert sorted(d.id for d in made.devices.flat) == list(range(8))
   one = mesh.make({}, jax.devices()[:1])
   assert one.size == 1 and one.axis_names == mesh.AXES
-  with pytest.raises(errors.UserError, match='2 places for 8 devices'):
+  with pytest.raises(errors.UserError, match='2 devices, but 8'):
     mesh.make('data=2')
 
 
@@ -76,14 +76,14 @@ def test_abstract_needs_no_devices():
     (mesh.parse, ('data=two',), ["size of 'data' is 'two', not a number"]),
     (mesh.parse, ('data',), ['--mesh=data', "of 'data' is '', not a number"]),
     (mesh.resolve, (dict(data=3, tensor=2), 8),
-     ['mesh data=3,tensor=2 has 6 places for 8 devices', '--devices=6',
+     ['mesh data=3,tensor=2 needs 6 devices, but 8', '--devices=6',
       'data=2,tensor=4 | data=4,tensor=2']),
     (mesh.resolve, ({}, 8),
-     ['mesh data=1 has 1 places for 8 devices', 'fit: data=8.']),
+     ['mesh data=1 needs 1 devices, but 8', 'fit: data=8.']),
     (mesh.resolve, (dict(data=3, fsdp=-1), 8),
      ['data=3,fsdp=-1', 'data=2,fsdp=4']),
     (mesh.resolve, (dict(data=16), 8),
-     ['data=16 has 16 places for 8', 'fit: data=8.',
+     ['data=16 needs 16 devices, but 8', 'fit: data=8.',
       'launch, --devices_per_process=N, 16 in all']),
     (mesh.resolve, (dict(data=-1, fsdp=-1), 8), ['at most one may be -1']),
     (mesh.resolve, (dict(data=0), 8),
@@ -94,7 +94,7 @@ def test_abstract_needs_no_devices():
      ['mesh data=-1: ', 'every size must be given']),
     (mesh.abstract, (dict(data=0, fsdp=-2),), ['mesh data=0,fsdp=-2']),
     (mesh.abstract, (dict(data=2**31 - 1, tensor=2),),
-     ['data=2147483647,tensor=2 has 4,294,967,294 places', '131,072']),
+     ['data=2147483647,tensor=2 needs 4,294,967,294', '131,072']),
   ],
 )  # fmt: skip
 def test_what_is_no_mesh_is_an_error(function, given, words):

@@ -81,12 +81,12 @@ train.steps=0 | train.steps=0 | value 1
 data.held_out_fraction=1.5 | held_out_fraction=1.5 | 0.9
 optimizer.learning_rate=nan | learning_rate=nan
 train.remat=ful | train.remat='ful' | Did you mean 'full'?
-mesh=data=3 | data=3 has 3 places for 8 devices | these fit: data=8
-mesh=data=3,tensor=2 | 6 places for 8 devices | data=2,tensor=4
+mesh=data=3 | data=3 needs 3 devices, but 8 | these fit: data=8
+mesh=data=3,tensor=2 | 6 devices, but 8 | data=2,tensor=4
     | data=4,tensor=2
-mesh.data=4 | data=4,fsdp=2,tensor=2 | 16 places for 8 devices | data=2,fsdp=2
+mesh.data=4 | data=4,fsdp=2,tensor=2 | 16 devices, but 8 | data=2,fsdp=2
 mesh=modle=8 | 'modle'
-mesh=data=-1,fsdp=3 | 3 places for 8 devices
+mesh=data=-1,fsdp=3 | a multiple of 3 devices, but 8
 mesh.rules=fdsp | mesh.rules='fdsp' | Did you mean 'fsdp'?
 train.batch_size=6 | train.batch_size=6 | size 6 | data=2 x fsdp=2 | (4 shards)
 mesh=stage=2,data=4, train.microbatches=131072 | microbatches=262144 + stages
@@ -313,7 +313,7 @@ QUICK = ['train', '--config=quickstart']
     (['data', 'fetsh'], ["Did you mean 'fetch'?"]),
     (['data', 'fetch', '--skip=nothing'], ['--skip=nothing']),
     (['papers', 'zebra'], ["no paper mentions 'zebra'"]),
-    (['doctor', '--mesh=data=3'], ['has 3 places for 8 devices']),
+    (['doctor', '--mesh=data=3'], ['needs 3 devices, but 8']),
   ],
 )
 def test_commands(refused, tmp_path, argv, words):

@@ -179,8 +179,8 @@ def test_training_ends_with_the_comparison(tiny, tmp_path, capsys):
 def test_a_dry_run_prints_the_header_and_leaves_nothing(tiny, tmp_path, capsys):
   assert cli.main(['train', f'--config={tiny.file}', '--dry_run']) == 0
   shown = capsys.readouterr().out.splitlines()
-  assert [line.split()[0] for line in shown[-9:]] == [
-    'model', 'devices', 'numbers', 'kernels', 'step', 'data', 'compute',
+  assert [line.split()[0] for line in shown[-10:]] == [
+    'model', 'devices', 'numbers', 'kernels', 'step', 'data', 'held', 'compute',
     'memory', 'checkpoints',
   ]  # fmt: skip
   assert shown[-1].endswith('none without --workdir')

@@ -289,7 +289,7 @@ def to_json(report):
       dict(c._asdict(), total=c.total) for c in report.exchanges
     ],
     'period': report.period,
-    'not_shared_by_zero': report.whole,
+    'not_sharded_by_zero': report.whole,
     'not_predicted': report.unknown,
     'problems': [],
   }

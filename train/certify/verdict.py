@@ -154,7 +154,7 @@ def _recomputed(config):
 
 
 def _sliced(config):
-  """More microbatches: of the pipeline where there is one."""
+  """More accumulation slices (train.microbatches), with stages too."""
   name = 'train.microbatches'
   count = config.train.microbatches * 2
   while config.train.batch_size % count == 0:

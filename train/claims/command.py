@@ -113,8 +113,8 @@ def commands(json_flag, devices):
           'maybe',
           'knockout[=NAME]',
           None,
-          'switch off what the claims prove, all of it or what NAME says: exit '
-          'code 0 if each claim fails',
+          'disable the mechanism of each claim, or the knock-out NAME alone: '
+          'exit code 0 if every such claim fails',
         ),
         json_flag,
         devices,

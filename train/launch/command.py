@@ -181,9 +181,9 @@ A process that crashes (exit code 13, or a signal) ends the others, and all
 start again from the last checkpoint: after 2, 4, 8 ... up to 60 s, at most
 --restarts times without a newly committed step. Bad input (2), damage (14) and
 everything else end the run. SIGTERM, SIGHUP and Ctrl-C are passed on: all save
-and stop, exit code 75; again: at once. Lines of process 0 are printed as they
-are, those of others with [their number]. RUN/events.jsonl gets a line for each
-start, end and restart.
+and stop, exit code 75; a second signal stops them at once. Lines of process 0
+are printed as they are, those of others after [number]. RUN/events.jsonl gets a
+line for each start, end and restart.
 
 PARAXIS_JOIN_SECONDS (120): how long processes wait for each other at the start.
 PARAXIS_HEARTBEAT_SECONDS (30): without a sign of life a process counts as dead.
@@ -193,12 +193,12 @@ launcher runs on each, and starts --processes of them:
 
 One machine
   paraxis launch --processes=2 --devices_per_process=4 -- train ...
-  GPUs are dealt out in equal parts; without --devices_per_process.
+  On GPUs leave out --devices_per_process: each process gets an equal share.
 
 Plain hosts
   paraxis launch --hosts=10.0.0.1,10.0.0.2 --port=1234 -- train ...
-  on each. The first is process 0's. Which one this is is found by its address,
-  or said: --host=1.
+  on each. The first host runs process 0. A host finds its index in the list by
+  its address; --host=1 sets it.
 
 Slurm
   srun --ntasks-per-node=1 paraxis launch -- train ...

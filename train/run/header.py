@@ -204,7 +204,7 @@ def whole(built) -> str:
   others = f' and {len(found) - 1} others' if len(found) > 1 else ''
   return (
     f'data={sizes["data"]} divides no size of {most} {shapes[most]}{others}: '
-    f'{share:.0%} of the optimizer state is not shared'
+    f'{share:.0%} of the optimizer state is not sharded'
   )
 
 
@@ -242,8 +242,8 @@ def _stages(job):
   line += f', {len(held.kinds)} layers a chunk at most'
   if held.empty:
     line += (
-      f'; {held.empty} of {held.rows.size} places of layers are empty, and '
-      'computed all the same'
+      f'; {held.empty} of {held.rows.size} layer slots are padding, computed '
+      'and discarded'
     )
   return line
 
@@ -302,9 +302,9 @@ def held_out(job) -> str:
   line = f'{tokens:,} tokens of {len(job.held_out)} domains, read {when}: '
   steps = tokens / (train.batch_size * length)
   if steps <= train.steps:
-    return line + f'as many as of {steps:,.3g} steps'
+    return line + f'as many as {steps:,.3g} steps train on'
   times = steps / train.steps
-  return line + f"{times:,.3g} times the training's; train.eval_batches: fewer"
+  return line + f'{times:,.3g} times the training (cap: train.eval_batches)'
 
 
 def _times(epochs):

@@ -23,7 +23,7 @@ def parse(text, depth, of):
   first, last = map(int, found.groups()) if found else (0, 0)
   if not first < last:
     raise errors.UserError(
-      f'{FLAG}={text!r} is not FIRST:LAST, as 0:6: the layers 0 to 5.'
+      f'{FLAG}={text!r} is not FIRST:END, as 0:6: the layers 0 to 5.'
     )
   if last > depth:
     raise errors.UserError(

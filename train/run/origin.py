@@ -41,7 +41,7 @@ def open_(
 
   Args:
     optimizer: its optimizer's state is read, too.
-    layers: 'FIRST:LAST', of its layers these alone; '': all.
+    layers: 'FIRST:END', of its layers these alone; '': all.
     ema: averages of its parameters in place of them.
 
   Raises:

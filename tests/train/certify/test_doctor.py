@@ -98,7 +98,7 @@ def test_a_config_on_a_mesh(capsys):
 
 @pytest.mark.parametrize(
   'mesh, words',
-  [('data=3', 'has 3 places for 8 devices'), ('tensor=8', 'heads')],
+  [('data=3', 'needs 3 devices, but 8'), ('tensor=8', 'heads')],
 )
 def test_an_impossible_mesh(mesh, words):
   config = schema.view(command_line.load('quickstart'))

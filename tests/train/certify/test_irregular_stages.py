@@ -86,6 +86,6 @@ def test_rows_for_nothing_are_told():
 
   job = case_of('first_dense').runner.job
   assert header._stages(job) == (
-    'one_f_one_b, 2 stages, 3 layers a chunk at most; 2 of 6 places of layers '
-    'are empty, and computed all the same'
+    'one_f_one_b, 2 stages, 3 layers a chunk at most; 2 of 6 layer slots are '
+    'padding, computed and discarded'
   )

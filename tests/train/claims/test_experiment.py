@@ -74,7 +74,7 @@ def test_a_mesh_and_its_devices():
   assert devices == tuple(jax.devices()[:4])
   assert experiment.case_text(case) == 'stage=2,context=2 train.batch_size=4'
   for few in (lambda mesh: experiment.on(config, mesh), experiment.mesh_of):
-    with pytest.raises(errors.UserError, match='16 places for 8 devices'):
+    with pytest.raises(errors.UserError, match='16 devices, but 8'):
       few('data=16')
 
 

@@ -165,11 +165,11 @@ def test_held_out_text_beside_the_training():
     return header.held_out(job)
 
   assert told(1, steps=300) == (
-    '19,200 tokens of 1 domains, read at the end: as many as of 300 steps'
+    '19,200 tokens of 1 domains, read at the end: as many as 300 steps train on'
   )
   assert told(2, eval_every=5) == (
-    "19,680 tokens of 2 domains, read every 5 steps: 30.8 times the training's;"
-    ' train.eval_batches: fewer'
+    '19,680 tokens of 2 domains, read every 5 steps: 30.8 times the training '
+    '(cap: train.eval_batches)'
   )
 
 
@@ -193,7 +193,7 @@ def test_what_zero_cannot_share_is_said(tiny):
     found = check.text(check.check(config))
     assert ('mesh.zero: data=5 divides' in found) == (data == 5)
   assert said[5].startswith('data=5 divides no size of ')
-  assert said[5].endswith('100% of the optimizer state is not shared')
+  assert said[5].endswith('100% of the optimizer state is not sharded')
   assert said[2] == ''
 
 
