@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from paraxis.models import depth
 from paraxis.models.ffn import router
+from paraxis.sharding import annotate
 
 KINDS = ('statistic', 'balance')
 TERMS = ('balance_loss', 'z_loss')
@@ -93,7 +94,9 @@ def _experts(model, loads):
     tokens = ratio(total, model.config.experts.top_k)
     busiest = ratio(experts.max(-1), total / experts.shape[-1])
     parts.append((busiest, dropped, total, ratio(entropy, tokens)))
-    shares[path] = experts / jnp.maximum(total, 1)[:, None]
+    share = experts / jnp.maximum(total, 1)[:, None]
+    # Whole on every device: with layers on stages a process may hold a part.
+    shares[path] = annotate.put(share, (None, None))
   join = lambda arrays: jnp.concatenate(arrays)
   busiest, dropped, total, entropy = map(join, zip(*parts, strict=True))
   return {

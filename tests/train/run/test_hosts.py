@@ -114,13 +114,13 @@ def test_two_processes_and_one_fails():
   assert both[0].returncode != 0
 
 
-def _start_two(tiny, workdir, *flags, other=()):
+def _start_two(tiny, workdir, *flags, other=(), devices=4):
   """Two processes of one run; `other`: flags that only process 1 gets."""
   several = (f'--coordinator_address={support.address()}', '--num_processes=2')
   return [
     tiny.start(
       workdir,
-      '--devices=4',
+      f'--devices={devices}',
       *several,
       f'--process_id={process}',
       *flags,
@@ -276,6 +276,27 @@ def test_replicas_of_two_processes_killed_twice_resume_bitwise(tiny, tmp_path):
   whole, cut = (support.fingerprints(tmp_path / n, 60) for n in ended)
   assert whole == cut and 'outer/flight/embedding' in whole
   assert support.losses(tmp_path / 'whole') == support.losses(tmp_path / 'cut')
+
+
+STAGED = {
+  'mesh.stage': 2, 'mesh.data': 1, 'mesh.fsdp': 1, 'mesh.tensor': 1,
+  'model.experts.count': 4, 'train.steps': 3, 'train.microbatches': 2,
+}  # fmt: skip
+
+
+@pytest.mark.invariant(5)
+def test_experts_on_stages_of_two_processes_equal_one(tiny, tmp_path):
+  """What experts count is of a stage, and process 0 reports of both."""
+  flags = [f'--config.{name}={value}' for name, value in STAGED.items()]
+  ended = _finish(_start_two(tiny, tmp_path / 'two', *flags, devices=1))
+  assert [code for code, _ in ended] == [0, 0], ended
+  tiny.run(tmp_path / 'one', STAGED, 'stage=2')
+  two, one = (metrics.read(tmp_path / name) for name in ('two', 'one'))
+  (path,) = (name for name in one[3] if name.startswith('experts/load/'))
+  for step in (1, 2, 3):
+    assert np.shape(two[step][path]) == (2, 4)
+    for name in ('train/loss', path):
+      np.testing.assert_allclose(two[step][name], one[step][name], rtol=1e-5)
 
 
 @pytest.mark.fault(11)
