@@ -107,6 +107,7 @@ def connect(address, num_processes, process_id, fields=None, patience=None):
       jax.config.update('jax_enable_preemption_service', False)
       jax.distributed.initialize(
         *hosts,
+        cluster_detection_method=_detection(os.environ),
         initialization_timeout=max(patience, 1),
         heartbeat_timeout_seconds=beat,
         shutdown_timeout_seconds=beat,
@@ -115,6 +116,19 @@ def connect(address, num_processes, process_id, fields=None, patience=None):
   finally:
     waiting.cancel()
   _connected = True
+
+
+def _detection(environ):
+  """What jax may find by itself: 'deactivate', nothing; None: as it does.
+
+  Within a step of Slurm or Open MPI it leaves a process one GPU, that of the
+  task's number on its machine. That is right where a machine has several tasks;
+  processes of its only task have all that they see.
+  """
+  of = lambda name: int(environ.get(name) or 1)
+  shared = of('SLURM_NTASKS') > of('SLURM_STEP_NUM_NODES')
+  several = shared or of('OMPI_COMM_WORLD_LOCAL_SIZE') > 1
+  return None if several else 'deactivate'
 
 
 def _say_waiting(address, num_processes, process_id):

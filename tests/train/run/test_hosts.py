@@ -6,6 +6,7 @@ Two processes with four virtual devices each, through the real command line.
 import hashlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -112,6 +113,40 @@ def test_two_processes_and_one_fails():
   said = [process.communicate(timeout=100)[1] for process in both]
   assert both[1].returncode == errors.EXIT_CRASH and 'one of two' in said[1]
   assert both[0].returncode != 0
+
+
+@pytest.mark.parametrize(
+  'nodes, local, visible', [(2, '00', ['all', 'all']), (1, '01', ['0', '1'])]
+)
+def test_the_only_task_of_a_machine_has_all_its_gpus(nodes, local, visible):
+  """Of itself jax leaves a process of a Slurm step one of them."""
+  code = """
+    import sys
+    from paraxis.train.run import hosts
+    from paraxis.configs.base import command_line
+    command_line.prepare_devices(2)
+    hosts.connect(sys.argv[1], 2, int(sys.argv[2]))
+    import jax
+    assert len(jax.local_devices()) == 2 and len(jax.devices()) == 4
+    from jax._src import xla_bridge
+    print(xla_bridge.CUDA_VISIBLE_DEVICES.value)
+  """
+  step = dict(
+    SLURM_JOB_ID='4097', SLURM_STEP_NODELIST='a,b', SLURM_NTASKS='2',
+    SLURM_STEP_NUM_NODES=str(nodes),
+  )  # fmt: skip
+  command = [sys.executable, '-c', textwrap.dedent(code), support.address()]
+  both = [
+    subprocess.Popen(
+      [*command, str(i)],
+      env=os.environ | step | dict(SLURM_PROCID=str(i), SLURM_LOCALID=at),
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i, at in enumerate(local)
+  ]
+  said = support.ended(both, seconds=100)
+  assert [text.strip() for text in said] == visible
 
 
 def _start_two(tiny, workdir, *flags, other=(), devices=4):
