@@ -79,14 +79,13 @@ def _train(values, config, _):
   began = ledger.process_began()
   asked = loop.Options(values.profile, source, values.from_scratch, began)
   result: Any = loop.run(config, values.workdir, values.mesh, options=asked)
-  if result['stopped']:
-    return errors.EXIT_PREEMPTED
-  if not values.process_id > 0:
+  if not (result['stopped'] or values.process_id > 0):
     from paraxis.train.claims import held_out
 
     print(result['evaluation'].line())
     print(held_out.against_gzip(config, result['evaluation']))
-  return errors.EXIT_OK
+  hosts_lib.wait_for_the_end()
+  return errors.EXIT_PREEMPTED if result['stopped'] else errors.EXIT_OK
 
 
 def _sizes(values, config):

@@ -34,6 +34,7 @@ JOIN_SECONDS = 120
 HEARTBEAT_SECONDS = 30
 SILENT_SECONDS = 3  # of waiting, before a process says for whom
 START_SECONDS = 3600  # each host may have a long text to read
+END_SECONDS = 3600  # process 0 compares with gzip, and a logger uploads
 SHARED_SECONDS = 5.0  # in which a network file system shows a new file
 
 FOLDERS = ('configs', 'decode', 'models', 'pallas_kernels', 'sharding', 'train')
@@ -255,6 +256,18 @@ def _lock(path):
     return (path / workdir_lib.LOCK).read_text('utf-8')
   except OSError:
     return ''
+
+
+def wait_for_the_end():
+  """Until every process has done its last work, as process 0 its reports.
+
+  In jax's exit barrier they would wait for it for a heartbeat's time alone, and
+  then abort it.
+  """
+  if _connected:
+    from paraxis.sharding import meeting
+
+    meeting.meet('end of the run', END_SECONDS)
 
 
 def exit_now(code):

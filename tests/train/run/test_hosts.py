@@ -190,6 +190,45 @@ def _run_until(tiny, workdir, step, changes=None):
   return tiny.run(workdir, changes, callbacks=[stop])[1]
 
 
+@pytest.mark.parametrize('stopped', ['', 'SIGTERM'])
+def test_the_others_wait_for_the_last_work_of_process_0(
+  tiny, tmp_path, stopped
+):
+  """As of a logger that uploads; jax's exit barrier aborts it after 2 s."""
+  code = f"""
+    import sys, time, types
+    from paraxis.train import cli, loop
+    from paraxis.train.claims import held_out
+    slow = '--process_id=0' in sys.argv and 6
+
+    def run(*_, **__):
+      time.sleep(slow if {stopped!r} else 0)
+      shown = types.SimpleNamespace(line=lambda: 'evaluated')
+      return dict(stopped={stopped!r}, evaluation=shown)
+
+    loop.run = run
+    held_out.against_gzip = lambda *_: time.sleep(slow) or 'compared'
+    sys.exit(cli.main(sys.argv[1:]))
+  """
+  command = [sys.executable, '-c', textwrap.dedent(code), 'train']
+  command += [f'--config={tiny.file}', f'--workdir={tmp_path}', '--devices=1']
+  command += [f'--coordinator_address={support.address()}']
+  environ = dict(
+    PARAXIS_HEARTBEAT_SECONDS='2', PARAXIS_CACHE=str(tiny.folder / 'cache')
+  )
+  both = [
+    subprocess.Popen(
+      [*command, '--num_processes=2', f'--process_id={i}'],
+      env=os.environ | environ,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  code, said = (75, '') if stopped else (0, 'evaluated\ncompared\n')
+  assert _finish(both) == [(code, said), (code, '')]
+
+
 LONG = {'train.steps': 2000, 'checkpoint.every': 500}
 FLAGS = [f'--config.{name}={value}' for name, value in LONG.items()]
 
