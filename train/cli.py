@@ -76,6 +76,8 @@ def _train(values, config, _):
   from paraxis.train.run import ledger
 
   compiling.use_cache()
+  if several:
+    compiling.share_cache(hosts_lib.START_SECONDS)
   began = ledger.process_began()
   asked = loop.Options(values.profile, source, values.from_scratch, began)
   result: Any = loop.run(config, values.workdir, values.mesh, options=asked)

@@ -95,6 +95,7 @@ class Overlay:
   Attributes:
     store: pathlib.Path of this processor's entries, NAME-cache.LENGTH-CRC each.
     folder: pathlib.Path, jax's compilation cache directory.
+    began: digest of the store's entries that it began with.
   """
 
   def __init__(self, root, say=lambda line: None):
@@ -110,7 +111,7 @@ class Overlay:
     _sweep(around)
     self.folder, self._lock = _made(around)
     self._known = set()
-    damaged = 0
+    damaged, found = 0, []
     for entry in os.scandir(self.store):
       name, _, mark = entry.name.rpartition('.')
       if not name.endswith(SUFFIX) or not _MARK.fullmatch(mark):
@@ -121,7 +122,9 @@ class Overlay:
         damaged += 1
       elif fits:
         self._known.add(name)
+        found.append(entry.name)
         _link(entry.path, self.folder / name)
+    self.began = hashlib.sha256('\n'.join(sorted(found)).encode()).hexdigest()
     if damaged:
       say(
         f'paraxis: {damaged} compiled programs in {self.store} are damaged: '

@@ -14,6 +14,7 @@ import numpy as np
 
 from paraxis.configs.base import cache
 from paraxis.configs.base import explain
+from paraxis.sharding import meeting
 from paraxis.sharding.meter import compile_store
 from paraxis.sharding.meter import narrow as narrow_lib
 
@@ -68,6 +69,33 @@ def _overlay(root):
     problem = f'{root} cannot be used ({e.strerror})'
   explain.tell(f'paraxis: every program is compiled: {problem}.')
   return None
+
+
+def share_cache(seconds):
+  """No process of several uses its cache unless all began with the same one.
+
+  To be called by all, after `use_cache`. Process 0 alone writes (jax), so of a
+  cache on its own disk it would read at a later start what the others compile:
+  on GPUs their compilers share the measurements for a program, and would wait
+  for its part until the run is ended.
+
+  seconds: how long to wait for the others.
+  """
+  mine = _overlays[-1].began if _overlays else ''
+  all_ = meeting.gather('compiled programs', mine, seconds)
+  other = [str(i) for i, began in enumerate(all_) if began != all_[0]]
+  if not (other and _overlays):
+    return
+  overlay = _overlays.pop()
+  overlay.close()
+  jax.config.update('jax_compilation_cache_dir', None)
+  if jax.process_index() == 0:
+    them = 'processes {} do' if len(other) > 1 else 'process {} does'
+    explain.tell(
+      f'paraxis: every program is compiled: {them.format(", ".join(other))} '
+      f'not see what process 0 sees in {overlay.store}: give all hosts one '
+      'shared folder as PARAXIS_CACHE.'
+    )
 
 
 def _count(event, **_):

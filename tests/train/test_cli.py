@@ -212,10 +212,13 @@ def test_the_config_of_the_readme_trains_on_as_many_places(tmp_path, flags, n):
 def test_one_process_prints(
   tiny, tmp_path, capsys, monkeypatch, process, lines
 ):
+  from paraxis.sharding.meter import compiling
   from paraxis.train import loop
   from paraxis.train.claims import held_out
   from paraxis.train.run import evaluate
 
+  shared = []
+  monkeypatch.setattr(compiling, 'share_cache', shared.append)
   found = evaluate.Evaluation(1.5, {'song': 1.5}, 100)
   result = dict(step=2, stopped='', loss=1.0, evaluation=found)
   monkeypatch.setattr(loop, 'run', lambda *a, **how: result)
@@ -227,6 +230,7 @@ def test_one_process_prints(
   monkeypatch.setattr(held_out, 'against_gzip', lambda *a: 'table')
   assert cli.main(argv) == 0
   assert len(capsys.readouterr().out.splitlines()) == lines
+  assert len(shared) == (process >= 0)  # by several
 
 
 def test_a_stopped_run_exits_75(tiny, tmp_path, monkeypatch):

@@ -187,6 +187,7 @@ line for each start, end and restart.
 
 PARAXIS_JOIN_SECONDS (120): how long processes wait for each other at the start.
 PARAXIS_HEARTBEAT_SECONDS (30): without a sign of life a process counts as dead.
+PARAXIS_CACHE: one folder that all machines see, or every start compiles anew.
 
 The same command on every machine, with a workdir that all of them see. One
 launcher runs on each, and starts --processes of them:

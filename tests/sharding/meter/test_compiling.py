@@ -137,6 +137,42 @@ def test_a_folder_that_cannot_be_made(one, capsys, monkeypatch):
   )
 
 
+def test_a_cache_that_all_processes_began_with_is_used(one):
+  _start()
+  compiling.share_cache(1.0)  # of one process
+  assert _again() == 'from the cache'
+
+
+@pytest.mark.parametrize('me', [0, 1])
+def test_no_process_uses_a_cache_that_another_does_not_see(
+  one, capsys, monkeypatch, me
+):
+  """Process 0, which alone writes, would not compile what the others do."""
+  monkeypatch.setattr(jax, 'process_index', lambda: me)
+  texts = []
+  monkeypatch.setattr(
+    compiling.meeting, 'gather',
+    lambda name, text, seconds: texts.append(text) or texts,
+  )  # fmt: skip
+  kept = one.rename(one.parent.parent / one.name)
+  _start()
+  compiling.share_cache(1.0)  # of an empty store
+  assert _again() == 'compile' and len(compiling._overlays) == 1
+  compiling._overlays.pop().close()
+  for entry in one.parent.glob('*-cache.*'):
+    entry.unlink()
+  kept.rename(one)
+  _start()
+  compiling.share_cache(1.0)
+  assert len(set(texts)) == 2
+  assert not compiling._overlays and _again() == 'compile'
+  assert not jax.config.jax_compilation_cache_dir
+  said = capsys.readouterr().err
+  line = f'process 1 does not see what process 0 sees in {one.parent}: give all'
+  assert (line in said) == (not me)
+  assert said.count('\n') == (not me)
+
+
 def test_a_cache_that_is_set_stays(tmp_path, cache):
   mine = str(tmp_path / 'mine')
   jax.config.update('jax_compilation_cache_dir', mine)
