@@ -22,8 +22,11 @@ import collections
 from collections.abc import Mapping
 from concurrent import futures
 import contextlib
+import json
 import math
 import os
+import pathlib
+import platform
 from typing import Any
 
 import jax
@@ -31,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.sharding import meeting
 from paraxis.sharding.checkpoint import fingerprint
 
 HOST = 'pinned_host'
@@ -164,25 +168,41 @@ def _ask(tree, copied, mesh=None):
 def check(most: int, tree: Mapping[str, Any]) -> None:
   """UserError if one snapshot takes more host memory than there is.
 
-  The same in every process: of the one that copies most.
+  The same in every process, which all call it: of the process that copies most,
+  and of all processes of a machine together.
 
-  most: checkpoint.host_bytes.
+  most: checkpoint.host_bytes, of each process.
   """
   each = collections.Counter()
   for _, place, size in _places(tree):
     for device in place.device_set:
       each[device.process_index] += size
-  taken, there = max(each.values(), default=0), machine_bytes()
+  taken = max(each.values(), default=0)
   if 0 < most < taken:
     raise errors.UserError(
       f'checkpoint.host_bytes={most} is less than one snapshot of the state, '
       f'{taken} bytes: give at least that, or 0.'
     )
-  if there and taken > there:
-    raise errors.UserError(
-      f'one snapshot of the state takes {taken} bytes of host memory, and the '
-      f'machine has {there}: more processes hold less each.'
-    )
+  on, memory = collections.Counter(), {}
+  mine = json.dumps([_machine(), machine_bytes()])
+  for process, text in enumerate(meeting.gather('memory of machines', mine)):
+    machine, there = json.loads(text)
+    memory[machine] = there
+    on[machine] += each[process]
+  for machine, taken in on.items():
+    if 0 < memory[machine] < taken:
+      raise errors.UserError(
+        f'one snapshot of the state takes {taken} bytes of host memory, and '
+        f'the machine has {memory[machine]}: more machines hold less each.'
+      )
+
+
+def _machine():
+  """What tells this machine from others: two may have one name."""
+  try:
+    return pathlib.Path('/proc/sys/kernel/random/boot_id').read_text('utf-8')
+  except OSError:
+    return platform.node()
 
 
 def machine_bytes() -> int:

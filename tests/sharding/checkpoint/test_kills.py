@@ -209,6 +209,14 @@ try:  # process 1 copies nothing of it, and says the same
   raise AssertionError
 except errors.UserError as e:
   assert '256 bytes' in str(e), e
+snapshot.machine_bytes = lambda: 600
+try:  # both copies are in the memory of one machine
+  snapshot.check(0, tree)
+  raise AssertionError
+except errors.UserError as e:
+  assert 'takes 768 bytes' in str(e) and 'has 600' in str(e), e
+snapshot._machine = lambda: str(me)
+snapshot.check(0, tree)
 chunk = int(sys.argv[4])
 s = store.Store(folder, store.Options(chunk_bytes=chunk), say=print)
 for step in (2, 3):
