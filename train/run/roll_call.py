@@ -14,6 +14,7 @@ Standard library only.
 
 import contextlib
 import errno
+import ipaddress
 import json
 import os
 import selectors
@@ -174,8 +175,25 @@ class _Call:
         f'process{"es" if len(missing) > 1 else ""} '
         f'{", ".join(map(str, missing))} of {self._processes} did not come to '
         f'{address} within {patience:g} s: start all, or see what ended them.'
+        + _unreachable(address)
       )
     return refusal([self._there[p][1] for p in range(self._processes)])
+
+
+def _unreachable(address):
+  """What keeps other machines from an address of this one; '': nothing known.
+
+  Installers of Linux give a machine's own name 127.0.1.1 in its /etc/hosts.
+  """
+  host, port = split(address)
+  found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+  if found == host or not ipaddress.ip_address(found).is_loopback:
+    return ''
+  return (
+    f' On this machine {host} is {found}, which no other machine reaches: '
+    'where there are several, name the address that they know (--hosts of '
+    'paraxis launch).'
+  )
 
 
 def _lives(connection):

@@ -76,6 +76,18 @@ def test_who_is_missing_is_named_in_all(address):
   assert f'processes 1, 3 of 4 did not come to {address} within 0.6' in said[0]
 
 
+@pytest.mark.parametrize('host', ['localhost', '127.0.0.1'])
+def test_a_name_that_is_loopback_here_is_said(address, host):
+  """As a machine's own name in its /etc/hosts; the others know it by DNS."""
+  address = f'{host}:{roll_call.split(address)[1]}'
+  with pytest.raises(errors.UserError) as caught:
+    roll_call.answer(address, 2, FIELDS, 0.3)
+  said = str(caught.value)
+  assert f'process 1 of 2 did not come to {address} within' in said
+  words = ' On this machine localhost is 127.0.0.1, which no other machine reac'
+  assert (words in said) == (host == 'localhost') and '\n' not in said
+
+
 def test_two_with_one_number(address):
   said = _call(address, (3, 1, FIELDS), (3, 1, FIELDS))
   assert len(set(said)) == 1
