@@ -22,12 +22,14 @@ in units of T H elements (one head's rows), and in the backward pass on top:
     usp         ulysses in groups of I ranks, then a ring of n / I groups
 
 and two int32 a token beside k, v (or q) that travel. K' = lcm(K, I): kv heads
-are repeated until they divide (ulysses: I = n). Sums (o, dq, dk, dv) travel in
-promote_types(dtype, float32), the other arrays (q, k, v, do) in their own
-dtype; what a kernel makes of a pair has been rounded to that once. rsa has no
-kernel: it holds whole rows of scores. Memory is O(L / n), except that
-all_gather holds k and v of all ranks, and rsa its scores, T x L. A window on
-contiguous shards ends ring, rsa and token_ring after the hops that it needs.
+are repeated until they divide (ulysses: I = n), and gradients of copies added
+in promote_types(dtype, float32). Sums (o, dq, dk, dv) that ranks add to travel
+in that dtype, the other arrays, and all that is exchanged between heads and
+length, in their own; what a kernel makes of a pair has been rounded to that
+once. rsa has no kernel: it holds whole rows of scores. Memory is O(L / n),
+except that all_gather holds k and v of all ranks, and rsa its scores, T x L. A
+window on contiguous shards ends ring, rsa and token_ring after the hops that it
+needs.
 
 Sources: ring, arXiv:2310.01889; rsa, Ring Self-Attention, arXiv:2105.13120;
 ulysses, arXiv:2309.14509; usp, arXiv:2405.07719; token_ring, arXiv:2412.20501
@@ -203,6 +205,14 @@ def _exchange(job, x, split, concat):
   )
 
 
+def _repeat(x_BTKH, times):
+  """Each head several times; gradients are added in at least float32."""
+  if times == 1:
+    return x_BTKH
+  wide = jnp.promote_types(x_BTKH.dtype, jnp.float32)
+  return jnp.repeat(x_BTKH.astype(wide), times, 2).astype(x_BTKH.dtype)
+
+
 def _pad(x_BT, count, run):
   """Zeros after each of `count` runs, up to `run` tokens."""
   b, t, *rest = x_BT.shape
@@ -265,7 +275,7 @@ def attention(
     for x in (of_queries, positions_BT)
   ]
   if inner > 1:  # linear and cheap: plain differentiation sends gradients back
-    k, v = (jnp.repeat(x, math.lcm(kv, inner) // kv, 2) for x in (k, v))
+    k, v = (_repeat(x, math.lcm(kv, inner) // kv) for x in (k, v))
     q, k, v = (_exchange(job, x, 2, 1) for x in (q, k, v))
     infos = [
       lax.all_gather(

@@ -58,8 +58,8 @@ TABLE = [
   Mutation(
     'ulysses_heads',
     'sharding/sequence/attention.py',
-    'jnp.repeat(x, math.lcm(kv, inner) // kv, 2)',
-    'jnp.tile(x, (1, 1, math.lcm(kv, inner) // kv, 1))',
+    'jnp.repeat(x_BTKH.astype(wide), times, 2)',
+    'jnp.tile(x_BTKH.astype(wide), (1, 1, times, 1))',
     'query heads read the keys of other groups',
     _SEQUENCE + 'test_attention.py::test_equals_one_device[two_axes-ulysses]',
   ),

@@ -6,6 +6,7 @@ that are known are made here on purpose and must be found.
 """
 
 import functools
+import re
 
 import jax
 from jax import lax
@@ -305,8 +306,8 @@ def test_a_merge_without_weights_is_found(monkeypatch):
 # ------------------------------------------------------------------- dtypes --
 
 
-def local_shapes(form, dtype, n=8, t=16):
-  """Shapes of o, lse, dq, dk, dv of a rank (nothing is compiled)."""
+def traced(form, dtype, n=8, t=16):
+  """Jaxpr of o, lse, dq, dk, dv of a rank (nothing is compiled)."""
   mask = attention_op.Mask(block=4, softcap=2.0)
   plan = context.ContextPlan(form, 'context', n, 'zigzag')
   mesh = mesh_lib.make({'context': n}, jax.devices()[:n])
@@ -324,9 +325,12 @@ def local_shapes(form, dtype, n=8, t=16):
   run = jax.shard_map(
     local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
   )
-  return [
-    (x.shape[2:], x.dtype) for x in jax.eval_shape(run, *args, array(jnp.int32))
-  ]
+  return jax.make_jaxpr(run)(*args, array(jnp.int32))
+
+
+def local_shapes(*given, **sizes):
+  """Shapes and dtypes of what is `traced`."""
+  return [(x.shape[2:], x.dtype) for x in traced(*given, **sizes).out_avals]
 
 
 @pytest.mark.parametrize('form', context.FORMS)
@@ -335,6 +339,13 @@ def test_bfloat16_keeps_its_dtype_and_sums_in_float32(form):
   assert local_shapes(form, low) == [
     ((8, 6), low), ((8,), wide), ((8, 4), low), ((2, 4), low), ((2, 6), low),
   ]  # fmt: skip
+
+
+@pytest.mark.parametrize('form', ['ulysses', 'usp'])
+def test_gradients_of_copies_of_a_head_are_added_in_float32(form):
+  text = str(traced(form, jnp.bfloat16))
+  added = re.findall(r':(\w+)\[[\d,]*\] = (?:reduce_sum|add_any)', text)
+  assert 'f32' in added and 'bf16' not in added
 
 
 @pytest.mark.parametrize('form', [f for f in context.FORMS if f != 'usp'])
