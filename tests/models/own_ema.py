@@ -50,7 +50,7 @@ class Ema(protocol.Mixer):
     back = jnp.arange(taps - 1, -1, -1, dtype=h_BTF.dtype)
     weights = (1 - decay) * decay**back
     kernel = jnp.broadcast_to(weights[:, None], (taps, self.config.d_model))
-    kernel = annotate.put(kernel, (None, 'mlp'))
+    kernel = annotate.take(kernel, (None, 'mlp'), 1)
     h_BTF, tail = recurrence.conv(
       h_BTF, kernel, protocol.WIDE, see, self.layout, state
     )

@@ -36,6 +36,20 @@ def test_it_shrinks_and_is_on_a_mesh_what_it_is_on_one_device(own_file):
   assert len(rows) == 4 and all(row.passed for row in rows), rows
 
 
+@pytest.mark.parametrize(
+  'mesh, changes',
+  [
+    ('stage=2,tensor=2', {'pipeline.schedule': 'zero_bubble'}),
+    ('tensor=2', {'mesh.collectives': 'explicit'}),
+  ],
+)
+def test_it_is_that_within_a_manual_region(mesh, changes, own_file):
+  """There a shard holds its channels alone, and takes its part of the taps."""
+  case = verify.prepare(_config(own_file(), **changes), mesh)
+  rows = verify.certify(case, ('loss', 'gradients'))
+  assert len(rows) == 2 and all(row.passed for row in rows), rows
+
+
 def test_an_edited_file_is_compared_with_itself(own_file):
   """As in a notebook: one device does not keep the mixer of before."""
   for new in ('weights[:, None]', '2 * weights[:, None]'):
