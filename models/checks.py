@@ -139,7 +139,7 @@ def _check_streams(model, letters):
     f'{says} and model.wiring={model.wiring!r}: wiring=streams alone has '
     'streams, 1 or more.',
   )
-  other = sorted(set(letters) - set(PREFIXED))
+  other = mixers.others(letters, PREFIXED)
   need(
     not other,
     f'{says}: prefix keys are of attention, and layers of kind '
@@ -174,7 +174,7 @@ def _check_reach(model, letter):
 def _check_visibility(model, letters):
   """UserError if layers are causal and the model is not."""
   seen, block = model.visibility, model.block
-  causal = sorted(set(letters) - set(BIDIRECTIONAL))
+  causal = mixers.others(letters, BIDIRECTIONAL)
   need(
     seen == 'causal' or not causal,
     f'model.visibility={seen}: layers of kind {", ".join(causal)} '

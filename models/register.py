@@ -40,7 +40,7 @@ _PLACE = '__firstlineno__', '__static_attributes__'  # where a class stands
 _PARTS = ('mlp', 'moe', 'wide_moe')  # what a layer holds beside its mixer
 
 
-def mixer(letter, cls, section=None, shrink=None, word=''):
+def mixer(letter, cls, section=None, shrink=None, word='', like=''):
   """Adds a mixer to those that model.pattern names.
 
   Args:
@@ -52,24 +52,52 @@ def mixer(letter, cls, section=None, shrink=None, word=''):
       `paraxis verify`; few(n, target) is about target, a multiple of the
       devices. None: the section stays as it is.
     word: for messages; '': the name of the class.
+    like: letter of a mixer of paraxis: the rotary positions, the window or
+      chunk and the sections of the config of this one are as of that. '': that
+      whose class this one extends, if there is one. A subclass of
+      attention.Attention, which is of several kinds, is to name it.
 
   Raises:
     UserError: in one line, with the file.
   """
   file = user_file.executing() or user_file.caller()
   _check(letter, cls, section, shrink, file)
+  like = _like(letter, cls, like)
   if section is not None:
     extra.section(cls.name, section)
   own = file or getattr(sys.modules.get(cls.__module__), '__file__', '') or ''
   layer.MIXERS[letter] = cls
-  mixers.TABLE[letter] = mixers.MixerKind(
-    word or cls.__name__,
-    f'{extra.NAME}.{cls.name}' if section is not None else '',
-    shrink and _checked(shrink, cls.name),
+  row = mixers.TABLE[like] if like else mixers.MixerKind('')
+  mixers.TABLE[letter] = row._replace(
+    word=word or cls.__name__,
+    section=f'{extra.NAME}.{cls.name}' if section is not None else '',
+    shrink=shrink and _checked(shrink, cls.name),
+    like=like,
   )
-  mixers.OWN[letter] = mixers.Origin(own, _sha256(own, cls))
+  mixers.OWN[letter] = mixers.Origin(own, _sha256(own, cls, like))
   for path in _files(own, cls):
     user_file.watch(path)
+
+
+def _like(letter, cls, like):
+  """The letter of the mixer of ours whose row one takes over, or ''."""
+  says = f'register.mixer({letter!r}, {cls.__name__})'
+  ours = {k: m for k, m in layer.MIXERS.items() if k not in mixers.OWN}
+  if like:
+    if like not in ours:
+      raise errors.UserError(
+        f'{says}: like={like!r}: one of {", ".join(ours)} is needed.'
+      )
+    return like
+  base = next((c for c in cls.__mro__ if c in ours.values()), None)
+  found = [k for k, m in ours.items() if m is base]
+  if len(found) > 1:
+    rows = ', '.join(f'{k} ({mixers.TABLE[k].word})' for k in found)
+    raise errors.UserError(
+      f'{says}: {base.__name__} is the class of {rows}: say which positions '
+      f'and window it has, like={found[0]!r}.'
+    )
+  return ''.join(found)
 
 
 def _checked(rule, name):
@@ -96,10 +124,10 @@ def _files(file, cls):
   return [path for path in dict.fromkeys([file, defined]) if path]
 
 
-def _sha256(file, cls):
+def _sha256(file, cls, like):
   if found := _files(file, cls):
     return user_file.sha256(*found)
-  return hashlib.sha256(_text(cls, set()).encode()).hexdigest()
+  return hashlib.sha256((_text(cls, set()) + like).encode()).hexdigest()
 
 
 def _text(x, seen, names: Any = None):

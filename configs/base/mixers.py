@@ -278,6 +278,7 @@ class MixerKind(NamedTuple):
   within: letters of mixers of which it is made.
   shares: its layers use model.hybrid.blocks blocks in turn.
   sums_last: what it gives is a sum over devices that it does not read itself.
+  like: of a user's own (models/register.py), the letter whose row it took over.
   """
 
   word: str
@@ -290,6 +291,7 @@ class MixerKind(NamedTuple):
   within: str = ''
   shares: bool = False
   sums_last: bool = True
+  like: str = ''
 
 
 class Origin(NamedTuple):
@@ -381,7 +383,12 @@ def of_pattern(pattern):
 
 def inside(letters):
   """The letters, and those of the mixers of which some are made."""
-  return letters + ''.join(TABLE[letter].within for letter in letters)
+  return letters + ''.join(TABLE[k].within + TABLE[k].like for k in letters)
+
+
+def others(letters, kinds):
+  """Letters, sorted, that are none of the kinds and like none of them."""
+  return sorted(k for k in {*letters} if not {k, TABLE[k].like} & {*kinds})
 
 
 def words():

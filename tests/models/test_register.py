@@ -6,6 +6,9 @@ import subprocess
 import sys
 import types
 
+import jax
+import module_cases
+import numpy as np
 import pytest
 import support
 
@@ -13,8 +16,11 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
+from paraxis.models import checks
 from paraxis.models import layer
 from paraxis.models import register
+from paraxis.models.mixers import attention
+from paraxis.models.mixers import latent
 from paraxis.models.mixers import protocol
 from paraxis.train import cli
 from paraxis.train.certify import check
@@ -130,6 +136,54 @@ def _with(**fields):
 
 
 Lacks = type('Lacks', (protocol.Mixer,), dict(name='lacks'))
+
+
+class Attends(attention.Attention):
+  name = 'attends'
+
+
+class Compresses(latent.LatentAttention):
+  name = 'compresses'
+
+
+def test_a_class_that_extends_attention_is_of_the_kind_it_names(own_file):
+  """Its positions and window, and what may be asked of its layers."""
+  with support.refused('W (sliding window)', 'N (full', "like='F'"):
+    register.mixer('Q', Attends)
+  with support.refused("like='Q'", 'F, W, K, N, A'):
+    register.mixer('Q', Attends, like='Q')
+  register.mixer('Q', Attends, like='W')
+  small = dict(d_model=8, num_heads=2, window=3, attention_chunk=5)
+  model = schema.Model(pattern='Q', dtype='float64', **small)
+  see = module_cases.see_of([[8]], 8)
+  x = np.random.default_rng(1).normal(size=(1, 8, 8))
+
+  def y(letter):
+    run, values = module_cases.module(layer.MIXERS[letter], model, letter, 0.5)
+    return np.asarray(run(values, x, see)[0])
+
+  with jax.enable_x64(True):
+    np.testing.assert_array_equal(y('Q'), y('W'))
+    assert all(np.abs(y('Q') - y(other)).max() > 0.01 for other in 'FKN')
+  whole = dataclasses.replace(model, visibility='full')
+  with support.refused('layers of kind Q', 'behind a token'):
+    checks.check_fields(whole)
+  register.mixer('B', type('Full', (Attends,), dict(name='full')), like='N')
+  checks.check_fields(dataclasses.replace(whole, pattern='B'))
+
+
+def test_a_class_that_extends_a_mixer_of_one_kind_is_like_it(own_file):
+  register.mixer('Q', Compresses)
+  assert mixers.TABLE['Q'].rotary and mixers.TABLE['Q'].scales_scores
+  small = dict(d_model=64, num_heads=4, d_ff=64, vocab_size=320)
+  config = schema.Config(
+    model=schema.Model(pattern='Q', num_layers=2, **small),
+    data=schema.Data(tokenizer='bytes', sequence_length=64),
+  )
+  case = verify.prepare(config, 'context=2,tensor=2')
+  assert 'model.latent.rank 128 -> 16' in case.notes
+  rows = verify.certify(case, ('loss',))
+  assert len(rows) == 1 and all(row.passed for row in rows), rows
 
 
 @pytest.mark.parametrize(
