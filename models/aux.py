@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paraxis.configs.base import errors
+
 
 class Aux(NamedTuple):
   """terms: {name: ()}, differentiated: 'balance', 'z'; of a step also 'nats'.
@@ -29,6 +31,8 @@ class Aux(NamedTuple):
   direction also 'draw' (train/steps/zeroth_order.py). counts: {path of the
   parameter that keeps them: (layers that have it, ...)}; of one layer without
   that axis. Neither has a gradient.
+
+  A run writes a term as train/NAME_loss, any other tally, (), as tally/NAME.
   """
 
   terms: Any
@@ -37,6 +41,33 @@ class Aux(NamedTuple):
 
 
 NOTHING = Aux({}, {}, {})
+OURS = 'nats', 'newton', 'draw', 'targets'  # names with a meaning of their own
+
+
+def check(says, aux):
+  """UserError unless parts of a layer of a user's mixer can be added up.
+
+  says: who returns it.
+  """
+  if not isinstance(aux, Aux):
+    raise errors.UserError(
+      f'{says} returns {type(aux).__name__} as the third; aux.NOTHING if there '
+      'is no loss of its own.'
+    )
+  if aux.counts:
+    raise errors.UserError(
+      f'{says} counts {", ".join(aux.counts)}: experts alone have counts; '
+      'aux.tallies are summed and written.'
+    )
+  for name, x in (*aux.terms.items(), *aux.tallies.items()):
+    shape = jnp.shape(x)
+    if name in OURS and len(shape) != 2:
+      raise errors.UserError(f'{says}: aux has {name!r} of its own; rename it.')
+    if name not in OURS and len(shape) != 1:
+      raise errors.UserError(
+        f'{says} returns {name!r} {shape}, not (parts,), a number of every '
+        'device: aux.part(x) is that of one.'
+      )
 
 
 def of_loss(nats):

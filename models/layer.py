@@ -87,11 +87,7 @@ def _check_answer(mixer, x, found):
     raise errors.UserError(
       f'{says} returns y {what} for x {x.dtype}{x.shape}: both are to be equal.'
     )
-  if not isinstance(aux, aux_lib.Aux):
-    raise errors.UserError(
-      f'{says} returns {type(aux).__name__} as the third; aux.NOTHING if there '
-      'is no loss of its own.'
-    )
+  aux_lib.check(says, aux)
 
 
 class Layer(nnx.Module):

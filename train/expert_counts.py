@@ -13,12 +13,12 @@ Legend: L layers that have the parameter, E experts.
 
 import jax.numpy as jnp
 
+from paraxis.models import aux as aux_lib
 from paraxis.models import depth
 from paraxis.models.ffn import router
 from paraxis.sharding import annotate
 
 KINDS = ('statistic', 'balance')
-TERMS = ('balance_loss', 'z_loss')
 LOAD, BIAS = KINDS
 
 
@@ -59,15 +59,17 @@ def update(model, aux, counts):
 def metrics(model, aux):
   """{name: number or array} of a step; {} without experts and solvers.
 
-  balance_loss, z_loss: terms of the loss, summed over layers, coefficients
-  included.
+  balance_loss, z_loss, and NAME_loss of a user's mixer: terms of the loss,
+  summed over layers, coefficients included. tally/NAME: its tallies.
   experts/imbalance: assignments of the busiest expert / mean, the mean over
   layers. experts/dropped: share of all assignments. experts/dropped_count: how
   many. experts/entropy: of the router, nats per token. experts/load: {path:
   (L, E), share of the layer's assignments that each expert got}.
   newton/: see `_solver`.
   """
-  found = {f'{t}_loss': x for t, x in aux.terms.items() if t != 'nats'}
+  own = lambda table: (i for i in table.items() if i[0] not in aux_lib.OURS)
+  found = {f'{name}_loss': x for name, x in own(aux.terms)}
+  found |= {f'tally/{name}': x for name, x in own(aux.tallies)}
   if 'newton' in aux.tallies:
     found |= _solver(aux.tallies['newton'])
   return found | (_experts(model, aux.counts) if aux.counts else {})
@@ -117,10 +119,10 @@ def values(model, numbers, loads):
     numbers: {name: NumPy value} of a step.
     loads: also 'experts/load/<path>', a list of shares for each layer.
   """
-  ours = ('experts/', 'newton/')
+  ours = ('experts/', 'newton/', 'tally/')
   found = {k: v for k, v in numbers.items() if k.startswith(ours)}
   shares = found.pop('experts/load', {})
-  terms = {f'train/{k}': numbers[k] for k in TERMS if k in numbers}
+  terms = {f'train/{k}': v for k, v in numbers.items() if k.endswith('_loss')}
   out = {name: float(v) for name, v in (terms | found).items()}
   if loads:
     for path, v in shares.items():

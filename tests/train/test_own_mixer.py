@@ -19,6 +19,7 @@ from paraxis.decode.evaluate import harness
 from paraxis.models import layer
 from paraxis.train import cli
 from paraxis.train import loop
+from paraxis.train.run import metrics
 
 
 def _train(file, run, text, **changes):
@@ -50,6 +51,26 @@ def _refused(capsys, *words):
   shown = capsys.readouterr().err
   assert codes == [errors.EXIT_USER] and shown.count('\n') == 1, shown
   assert all(word in shown for word in words), shown
+
+
+def test_its_terms_and_tallies_are_written(own_file, tiny, tmp_path):
+  """Sums over layers, as they are in the loss: not in train/loss, in nats."""
+  found = (
+    "aux.Aux({'sparsity': aux.part(jnp.float32(0.25))}, "
+    "{'rows': aux.part(jnp.float32(3))}, {})"
+  )
+  file, rows = own_file('aux.NOTHING', found), []
+  config = command_line.load(str(file))
+  config.model.update(pattern='Q', num_layers=2)
+  config.update_from_flattened_dict({'data.path': str(tiny.text)})
+  loop.run(
+    schema.view(config), tmp_path / 'run', say=lambda line: None,
+    devices=jax.devices()[:1],
+    callbacks=(lambda step, values, job: rows.append(values),),
+  )  # fmt: skip
+  assert len(rows) == 2
+  for row in (*rows, metrics.read(tmp_path / 'run')[2]):
+    assert row['train/sparsity_loss'] == 0.5 and row['tally/rows'] == 6
 
 
 def test_from_training_to_decoding(
