@@ -278,20 +278,20 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def default():
-  """All fields at their defaults, as a locked ConfigDict."""
-  sections = to_dict(Config()) | {extra_lib.NAME: extra_lib.defaults()}
+def default(loaded=False):
+  """A locked ConfigDict of defaults; loaded: and of what a file declared."""
+  sections = to_dict(Config()) | {extra_lib.NAME: extra_lib.usual(loaded)}
   return ml_collections.ConfigDict(sections).lock()
 
 
 def declare_extra(config, given):
-  """A ConfigDict with the user's own hyperparameters in config.extra.
+  """A ConfigDict with the user's own hyperparameters in config.extra, too.
 
   given: their defaults, as base/extra.py says: a dataclass, or a dict.
   """
-  extra_lib.declare(given)
+  own = extra_lib.declare(given, config.get(extra_lib.NAME, {}))
   with config.unlocked(), config.ignore_type():
-    config[extra_lib.NAME] = ml_collections.ConfigDict(extra_lib.defaults())
+    config[extra_lib.NAME] = ml_collections.ConfigDict(own)
   return config.lock()
 
 

@@ -204,13 +204,13 @@ def parse(argv, rows=(), overrides=False):
   name, rest = _take_config(list(argv))
   config = load(name) if name is not None else None
   if overrides:
-    if name is not None and not mixers.OWN and not schema.default().extra:
+    if name is not None and not mixers.OWN and not extra_lib.declared():
       raise errors.UserError(
         'the configuration is taken from the checkpoint, not from --config=, '
         f'and {name} has no mixer of its own; --config.SECTION.FIELD= '
         'overrides a field.'
       )
-    config = schema.default()
+    config = schema.default(loaded=True)
   if config is not None:
     _check_keys(rest)
     config = config.copy_and_resolve_references()

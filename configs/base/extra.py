@@ -90,13 +90,36 @@ def forget():
   _own.clear()
 
 
-def declare(given):
-  """Declares the user's own; UserError if it cannot be read."""
+def declare(given, before=None):
+  """Declares the user's own; UserError if it cannot be read.
+
+  before: a ConfigDict or dict of what a config has already: it stays declared,
+    with its values, but for names that `given` has.
+
+  Returns:
+    {name: value} of all.
+  """
   table = _table(given, NAME)
   if both := sorted(set(table) & set(_sections)):
     raise UserError(f'{NAME}.{both[0]} is the section of a mixer already.')
+  before = before.to_dict() if hasattr(before, 'to_dict') else before or {}
+  kept = {n: v for n, v in before.items() if n not in table}
+  own = {n: v for n, v in kept.items() if n not in _sections}
+  # Of a file before the one that was loaded last: as its values say.
+  own = {n: _own.get(n) or _table({n: v}, NAME)[n] for n, v in own.items()}
   forget()
-  _own.update(table)
+  _own.update(own | table)
+  return _over(defaults(), kept)
+
+
+def _over(usual, values):
+  """Defaults, with the values of their names in `values`."""
+  return {
+    name: _over(old, values.get(name, {}))
+    if isinstance(old, dict)
+    else values.get(name, old)
+    for name, old in usual.items()
+  }
 
 
 def section(name, given):
@@ -116,6 +139,11 @@ def defaults(table=None):
     name: defaults(f) if isinstance(f, dict) else f.default
     for name, f in table.items()
   }
+
+
+def usual(loaded):
+  """`defaults` of the sections of mixers; loaded: of all that is declared."""
+  return defaults(declared() if loaded else _sections)
 
 
 def fields(prefix=f'{NAME}.', table=None):

@@ -184,6 +184,30 @@ def test_two_declarations_in_one_process():
   assert extra.flat(schema.view(two).extra) == {'extra.rate': 0.25}
 
 
+def test_a_later_declaration_keeps_what_there_is(own_file):
+  """Of a base config, and of a mixer: declared, and with its values."""
+  command_line.load(str(own_file()))
+  config = schema.default()
+  config.extra.ema.taps = 64
+  config = schema.declare_extra(config, Own())
+  config.extra.decay, config.extra.inner.taps = 0.9, 5
+  _own(dict(rate=0.25))  # another one, in between
+  for more in (dict(beta=1.0), dict(beta=2.0)):
+    config = schema.declare_extra(config, more)
+    assert config.extra.to_dict() == more | dict(
+      ema=dict(taps=64), decay=0.9, form='sum', plain=True, inner=dict(taps=5)
+    )
+  names = {name for name, _ in schema.fields()}
+  assert {'extra.decay', 'extra.inner.taps', 'extra.beta'} <= names
+  assert 'rate' not in config.extra
+  config = schema.declare_extra(schema.default(), Own())
+  config = schema.declare_extra(config, dict(beta=1.0))
+  with support.refused('extra.decay=2.0 is above'):  # its bounds, too
+    schema.view(dict(extra=dict(decay=2.0)))
+  config.extra.decay = 0.9
+  assert schema.declare_extra(config, dict(decay=0.1)).extra.decay == 0.1
+
+
 def test_a_run_with_other_values_is_another_run():
   old = schema.view(_own(dict(decay=0.5, gone=1)))
   new = schema.view(_own(dict(decay=0.25, late=2)))
