@@ -92,9 +92,14 @@ def _out(text):
   return out
 
 
-def _draft(values, *_):
+def _draft(values, overrides, _):
   from paraxis.decode import __main__ as decode_main
 
+  for name in overrides:
+    raise errors.UserError(
+      f'--config.{name}: a draft is of the model as the run has it; leave it '
+      'out.'
+    )
   length, out = _check(values), _out(values.out)
   decode_main.require_one(values.checkpoint, values.weights)
   command_line.prepare_devices(1)
@@ -164,4 +169,5 @@ COMMAND = command_line.Command(
      'learning rate in the beginning, cosine decay; 0: 1e-3, of a filter 1e-2'),
     ('count', 'seed=N', 0, 'order of the text'),
   ),
+  'overrides',
 )  # fmt: skip

@@ -91,7 +91,12 @@ def test_from_training_to_decoding(
   book = tmp_path / 'book.txt'
   book.write_text('the song')
   evaluate = ['evaluate', f'--checkpoint={run}', f'--tasks={book}']
-  for argv in (decode, evaluate):
+  draft = ['draft', f'--checkpoint={run}', f'--out={tmp_path / "draft.npz"}']
+  draft += (
+    '--method=speculative --draft_layers=1 --tokens=600 --length=16'.split()
+  )
+  draft += '--steps=2 --batch=16'.split()
+  for argv in (decode, evaluate, draft):
     _forget()
     with _refused(
       capsys, 'mine.py', '--config=mine.py', 'brings code'
@@ -99,6 +104,13 @@ def test_from_training_to_decoding(
       codes.append(cli.main(argv))
   with _refused(capsys, 'no mixer of its own') as codes:
     codes.append(cli.main([*decode, '--config=quickstart']))
+  with _refused(capsys, '--config.model.d_ff', 'leave it out') as codes:
+    changed = [f'--config={file}', '--config.model.d_ff=32']
+    codes.append(cli.main([*draft, *changed]))
+  assert cli.main([*draft, f'--config={file}']) == 0
+  assert (tmp_path / 'draft.npz').is_file()
+  capsys.readouterr()
+  _forget()
   assert cli.main([*decode, f'--config={file}']) == 0
   shown = capsys.readouterr()
   assert shown.out.startswith('the') and 'may be others' not in shown.err
