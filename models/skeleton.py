@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from flax import nnx
 import jax
 
+from paraxis.configs.base import errors
 from paraxis.models import parameter
+from paraxis.sharding import rules
 
 
 class Leaf(NamedTuple):
@@ -34,13 +36,15 @@ class Skeleton:
   """
 
   def __init__(self, make):
-    """make: flax.nnx.Rngs -> module."""
+    """make: flax.nnx.Rngs -> module.
+
+    UserError: a variable of it is none that parameter.py makes, or its axes are
+    not those of its shape.
+    """
     self._make = make
     self._graph, state = nnx.split(self.abstract())
     self.leaves = {
-      _joined(path): Leaf(path, v, *parameter.metadata(v))
-      for path, v in nnx.to_flat_state(state)
-      if isinstance(v, nnx.Param)
+      _joined(path): _leaf(path, v) for path, v in nnx.to_flat_state(state)
     }
 
   def abstract(self) -> Any:
@@ -64,6 +68,29 @@ class Skeleton:
       for path, leaf in self.leaves.items()
     ]
     return nnx.merge(self._graph, nnx.from_flat_state(state))
+
+
+def _leaf(path, variable):
+  name, shape = f'parameter {_joined(path)}', variable.shape
+  axes = variable.get_metadata('axes', None)
+  if not isinstance(variable, nnx.Param) or axes is None:
+    what = type(variable).__name__
+    raise errors.UserError(
+      f'{name} is {what} {shape} without logical axes: layers hold what '
+      'paraxis.models.parameter makes (matrix, embedding, vector, ..).'
+    )
+  if len(axes) != len(shape):
+    raise errors.UserError(
+      f'{name}: {len(axes)} axes {axes} for the {len(shape)} dimensions of '
+      f'{shape}; name one, or None, for each.'
+    )
+  for axis in axes:
+    if axis is not None and axis not in rules.LOGICAL:
+      raise errors.UserError(
+        f'{name}: {axis!r} is no logical axis; there are '
+        f'{", ".join(rules.LOGICAL)}, and None.'
+      )
+  return Leaf(path, variable, *parameter.metadata(variable))
 
 
 def _joined(path):

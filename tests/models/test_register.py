@@ -88,6 +88,7 @@ def test_check_counts_its_parameters(own_file):
 
 
 TAPS = 'min(model.extra.ema.taps, 3)'
+INPUT = "parameter.matrix(rngs, (d, d), ('embed', 'mlp'))"
 LAST = 'return y_BTD, None if state is None else tail, aux.NOTHING'
 
 
@@ -108,6 +109,15 @@ LAST = 'return y_BTD, None if state is None else tail, aux.NOTHING'
     ('check', 'aux.NOTHING', "aux.of_loss(jnp.ones(1))", "aux has 'nats' of"),
     ('check', 'aux.NOTHING', "aux.Aux({}, {}, {'own': jnp.ones(1)})",
      'counts own: experts alone'),
+    ('check', INPUT, '__import__("flax.nnx").nnx.Linear(d, d, rngs=rngs)',
+     'parameter ema/input/bias is Param (16,) without logical axes'),
+    ('check', INPUT, '__import__("flax.nnx").nnx.Dropout(0.1, rngs=rngs)',
+     'without logical axes: layers hold what paraxis.models.parameter makes'),
+    ('check', INPUT, INPUT.replace('mlp', 'state'),
+     "parameter ema/input: 'state' is no logical axis; there are replicas, "),
+    ('check', INPUT, INPUT.replace('mlp', "mlp', 'heads"),
+     "input: 3 axes ('embed', 'mlp', 'heads') for the 2 dimensions of (16, 16"),
+    ('verify', INPUT, INPUT.replace("'mlp'", ''), '1 axes'),
     ('verify', f'taps={TAPS}', 'tap=3', "gives {'tap': 3}"),
     ('verify', TAPS, '0.5', 'must be int, got float 0.5'),
     ('verify', TAPS, 'model.extra.emma', "no attribute 'emma'"),
