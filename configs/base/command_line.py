@@ -91,9 +91,9 @@ def load_module(name):
   return module
 
 
-def load(name):
-  """A config's ConfigDict, checked and locked."""
-  module = load_module(name)
+def load(name, module=None):
+  """A config's ConfigDict, checked, locked; module: what `load_module` gave."""
+  module = module or load_module(name)
   try:
     config = module.get_config()
   except (Exception, SystemExit) as e:

@@ -214,15 +214,17 @@ def keep(folder, name: str, rows: list):
   (workdir_lib.prepare(folder) / LAST).write_text(text, encoding='utf-8')
 
 
-def run_of(name, workdir='', say=print, fresh=False) -> Run:
+def run_of(name, workdir='', say=print, fresh=False, module=None) -> Run:
   """`Run` of a config by name or file.
 
   Args:
     workdir: of all trainings and results; '': results/NAME.
     fresh: as for `Run`.
+    module: of the config, loaded already. Executed again, a file registers
+      mixers anew, and not those that its knock-outs know.
   """
   path = command_line.find_config(name)
-  config = schema.view(command_line.load(name))
+  config = schema.view(command_line.load(name, module))
   run = Run(config, workdir or pathlib.Path(RESULTS) / path.stem, say)
   run.mechanism, run.fresh = papers.mechanism(path), fresh
   return run
@@ -242,9 +244,10 @@ def reproduce(name, workdir='', as_json=False, fresh=False):
     UserError: no such config, a malformed claim, too few devices.
   """
   path = command_line.find_config(name)
-  claims = papers.claims(command_line.load_module(name), path)
+  module = command_line.load_module(name)
+  claims = papers.claims(module, path)
   say = speaker(as_json)
-  run = run_of(name, workdir, say, fresh)
+  run = run_of(name, workdir, say, fresh, module)
   rows = []
   for claim in claims:
     say(f'{claim.kind}: {claim.name}')

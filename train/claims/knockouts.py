@@ -201,7 +201,7 @@ def reproduce(
   known = {claim.name: claim for claim in papers.claims(module, path)}
   rows = chosen(of(module, path), which, path.name)
   say = claims.speaker(as_json)
-  run = claims.run_of(name, workdir, say, fresh)
+  run = claims.run_of(name, workdir, say, fresh, module)
   shown, found = [], []
   for knockout in rows:
     claim = known[knockout.claim]

@@ -93,6 +93,41 @@ def test_every_kind_of_change_makes_the_claim_fail(config, capsys):
   assert harness.reproduce(path) == errors.EXIT_OK  # all is on again
 
 
+OWN = """
+
+from paraxis.models import layer
+from paraxis.train.claims import harness
+from paraxis.train.claims import knockouts as lib
+
+def check(run):
+  found = layer.MIXERS['Q'].mixing_flops(run.config.model, 'Q', 1)
+  return harness.Outcome('> 0', str(found), 'of a mixer', found > 0)
+
+check.__module__ = 'paraxis.train.claims.stub'
+
+def claims():
+  return [('counts', 'EQ', dict(check=check), None)]
+
+def off():
+  return lib.patched(Ema, 'mixing_flops', staticmethod(lambda *args: 0))
+
+def knockouts():
+  return [('idle', 'counts', off)]
+"""
+
+
+def test_a_mixer_of_the_file_is_the_one_that_is_replaced(
+  own_file, tmp_path, monkeypatch, capsys
+):
+  """The file is executed once: what it registers is what its rows know."""
+  monkeypatch.chdir(tmp_path)
+  path = own_file()
+  path.write_text(path.read_text() + OWN)
+  assert harness.reproduce(str(path)) == errors.EXIT_OK
+  assert knockouts.reproduce(str(path)) == errors.EXIT_OK
+  assert 'FAILS without idle: as it must' in capsys.readouterr().out
+
+
 def test_a_claim_that_still_holds_is_told(config, capsys):
   path = config("[('none', 'layers', {'model.num_layers': 5})]")
   assert knockouts.reproduce(path) == errors.EXIT_DIFFERENT
