@@ -285,7 +285,8 @@ def after(model, before, cache, kept, n_B):
   for (kind, old), (_, new), each in pairs:
     memory, _ = _split(kind, old)
     _, slots = _split(kind, new)
-    for c in range(len(jax.tree.leaves(each)[0]) if memory is not None else 0):
+    leaves = jax.tree.leaves(each)
+    for c in range(len(leaves[0]) if leaves else 0):
       memory = jax.tree.map(
         lambda x, y, c=c: mixer.rows_where(n_B > c, y[c], x), memory, each
       )

@@ -89,7 +89,8 @@ class Mixer(nnx.Module):
     raise NotImplementedError
 
   def init_state(self, batch: int, slots: int, dtype) -> Any:
-    """The empty state of `batch` rows of at most `slots` tokens."""
+    """The empty state of `batch` rows of at most `slots` tokens; () if what
+    tokens give depends on no other token."""
     raise NotImplementedError
 
   def decode(self, x, see, state, *more) -> tuple[jax.Array, Any, Any]:
@@ -198,7 +199,9 @@ def _of_lanes(group, state, ids):
 
 
 def commit_states(state, flight, plan, keep):
-  """`Mixer.commit` of a state of one size."""
+  """`Mixer.commit` of a state of one size, or () of a mixer without one."""
+  if not jax.tree.leaves(state):
+    return state
   rows = jax.tree.leaves(state)[0].shape[0]
   parts = packed.lanes(plan.form, keep & plan.ids.valid, plan.ids)
   for (group, kept, ids), new in zip(parts, flight, strict=True):

@@ -9,6 +9,7 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import mixers
+from paraxis.decode import cache
 from paraxis.models import aux
 from paraxis.models import decoder
 from paraxis.models import layer
@@ -86,8 +87,24 @@ def test_a_new_mixer_shrinks_and_trains_on_a_mesh_as_on_one_device():
   assert len(rows) == 3 and all(row.passed for row in rows), rows
 
 
+class Alone(Toy):
+  """Of each token by itself: it has no state."""
+
+  def __call__(self, x_BTD, see, state=None):
+    (h,) = self._project(
+      x_BTD, mixer.RESIDUAL, 'BTD,DF->BTF', ['input'], mixer.WIDE
+    )
+    y = self._output(jax.nn.silu(h), mixer.WIDE, 'BTF,FD->BTD')
+    return y, state, aux.NOTHING
+
+  def init_state(self, batch, slots, dtype):
+    return ()
+
+
+@pytest.mark.parametrize('made', [Toy, Alone])
 @pytest.mark.usefixtures('toy')
-def test_a_new_mixer_decodes():
+def test_a_new_mixer_decodes(made, monkeypatch):
+  monkeypatch.setitem(layer.MIXERS, 'Y', made)
   with jax.enable_x64(True):
     model = decoder.Decoder(config_of().model)
     params = model.init(jax.random.key(0))
@@ -97,6 +114,9 @@ def test_a_new_mixer_decodes():
     (start, last), _ = module_cases.decoded(model, loose, ids, [7], 1)
     found = np.concatenate([start, last[:, None]], 1)
     np.testing.assert_allclose(found, whole, rtol=1e-11, atol=1e-11)
+    before = model.init_cache(1, 8)  # of drafts, a step of which is kept
+    kept = jax.tree.map(lambda x: x[None], cache.recurrent(model, before))
+    assert cache.after(model, before, before, kept, np.ones(1)).length == 1
 
 
 def faults():
