@@ -156,6 +156,8 @@ class Layer(nnx.Module):
       found = run(normed, see, state, *more)
     if self.kind[0] in own.OWN:
       _check_answer(mix, given, found)
+      if see.plan is None:
+        parameter.check_met(mix)
     y, state, aux = found
     carry = wiring.add(carry, self._after(mix.name, y))
     if self.kind[1:] != '.':

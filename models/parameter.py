@@ -9,11 +9,13 @@ metadata travels with the Flax variable: `axes` (one name per dimension), `kind`
 import functools
 import math
 from typing import Any, NamedTuple
+import weakref
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from paraxis.configs.base import errors
 from paraxis.sharding import annotate
 from paraxis.sharding.tensor import project
 
@@ -39,10 +41,16 @@ class Layout(NamedTuple):
 PLAIN = Layout()
 ADAPTERS = '_lora_a', '_lora_b'  # behind the name of their parameter
 OWN_ADAPTERS = '_adapter_a', '_adapter_b'  # that are part of the model
+# Module -> the names of its A that `multiply` met.
+_met: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
 
 
 def matrix(rngs, shape, axes, inputs=1, std=0.0, gain=1.0):
-  """A matrix, normal with standard deviation gain * (std or fan_in ** -0.5)."""
+  """A matrix, normal with standard deviation gain * (std or fan_in ** -0.5).
+
+  It is read by `multiply`, which is where adapters act; what is read otherwise
+  is an `embedding`, or `diagonal`.
+  """
   std = std or math.prod(shape[:inputs]) ** -0.5
   value = jax.random.normal(rngs.params(), shape) * (std * gain)
   return nnx.Param(value, axes=axes, kind='matrix', inputs=inputs)
@@ -207,6 +215,7 @@ def _low_rank(module, x, x_names, products, dtype):
   ]
   if not mine:
     return []
+  _met.setdefault(module, set()).update(a for _, a, *_ in mine)
   # One A may be of several products: x is multiplied by it once.
   firsts = {a: (first, names) for _, a, _, (first, _, names), _ in mine}
   lows = project.project(
@@ -223,6 +232,21 @@ def _low_rank(module, x, x_names, products, dtype):
     (y,) = project.project(low, names, [(second, *operand(b), out)], dtype)
     found.append((i, y))
   return found
+
+
+def check_met(mixer):
+  """UserError if a module that ran has adapters that `multiply` never met."""
+  for path, _ in nnx.to_flat_state(nnx.state(mixer, nnx.Param)):
+    *inside, name = map(str, path)
+    owner = functools.reduce(getattr, inside, mixer)
+    if name.endswith(ADAPTERS[0]) and name not in _met.get(owner, ()):
+      matrix = '/'.join([*inside, name.removesuffix(ADAPTERS[0])])
+      raise errors.UserError(
+        f'train.lora: matrix {matrix} of {type(mixer).__name__} is not read '
+        'by parameter.multiply, so its adapters would learn nothing: read it '
+        'so, make it with parameter.embedding, or name others in '
+        'train.lora.targets.'
+      )
 
 
 def _adapters_of(module, name):

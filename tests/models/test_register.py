@@ -132,6 +132,24 @@ def test_a_wrong_line_is_named(command, old, new, words, own_file, capsys):
     assert 'mine.py:' in shown
 
 
+PRODUCT = """(h_BTF,) = self._project(
+      x_BTD, protocol.RESIDUAL, 'BTD,DF->BTF', ['input'], protocol.WIDE
+    )"""
+
+
+def test_adapters_that_no_product_reads_are_refused(own_file, capsys):
+  """Else they are counted as learned, and have no gradient."""
+  argv = ['check', '--mesh=data=2', '--config.train.lora.rank=2']
+  assert cli.main([*argv, f'--config={own_file()}']) == 0
+  capsys.readouterr()
+  einsum = "h_BTF = jnp.einsum('btd,df->btf', x_BTD, self.input[...])"
+  argv += [f'--config={own_file(PRODUCT, einsum)}']
+  assert cli.main(argv) == errors.EXIT_USER
+  shown = capsys.readouterr().err
+  assert 'matrix input of Ema is not read' in shown, shown
+  assert cli.main([*argv, '--config.train.lora.targets=layers/ema/output']) == 0
+
+
 def test_a_line_of_ours_is_still_a_crash(own_file, capsys, monkeypatch):
   def broken(*args):
     raise ZeroDivisionError('ours')
