@@ -40,8 +40,8 @@ from paraxis.train.steps import anchor
 from paraxis.train.steps import outer
 
 
-def cost(config):
-  """header.Cost of a token in a config's model, whatever its layout."""
+def cost(config, own=False):
+  """header.Cost of a token in a config's model, in any layout; own: its own."""
   train = dataclasses.replace(config.train, batch_size=1, microbatches=1)
   names = dict(mesh=schema.Mesh, pipeline=schema.Pipeline, outer=schema.Outer)
   plain = {name: kind() for name, kind in names.items()}
@@ -56,7 +56,7 @@ def cost(config):
     for length, share in shape_cycle.shares(config).items():
       forward = trace(one.state.variables, one.batch_shapes(length))
       found.append((share, header.cost(forward, length, learned)))
-  return header.mean(found)
+  return header.mean(found)._replace(own=own)
 
 
 class Options(NamedTuple):
@@ -123,7 +123,7 @@ def run(
   early.check(config, folder, options.profile, options.from_scratch)
   job = job_lib.make(config, mesh_text, devices, say)
   config, settings = job.config, job.config.train
-  token = cost(config)  # outside the context of the run's mesh
+  token = cost(config, make_step is not step_lib.make)  # outside the mesh
   traced = early.traced(options.profile, settings.steps)
   path, lock = _claim(job, workdir, options.from_scratch, say, source)
   events = path / ledger.FILE if jax.process_index() == 0 else None

@@ -252,6 +252,7 @@ def _poisoned(leaf, steps):
 @pytest.mark.invariant(13)
 def test_a_nan_is_skipped_counted_and_named(tiny, tmp_path, leaf):
   result, said = tiny.run(tmp_path, make_step=_poisoned(leaf, [2]))
+  assert 'FLOP a token of the standard loss' in '\n'.join(said)
   lines = [line for line in said if 'is skipped' in line]
   assert len(lines) == 1
   names = tiny.job().batches.documents_at(2)

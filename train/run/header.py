@@ -40,10 +40,12 @@ LITTLE = 0.01  # share of the parameters that may stay whole unsaid
 
 class Cost(NamedTuple):
   """Operations of a token, forward and backward, of a cycle of shapes the mean
-  over a run; why: they were not counted."""
+  over a run; why: they were not counted; own: the run's step is another than
+  the standard one, of whose loss they are."""
 
   flops: float
   why: str = ''
+  own: bool = False
 
 
 class Sizes(NamedTuple):
@@ -317,6 +319,7 @@ def _compute(job, found):
   if found.why:
     return f'not counted: {found.why}'
   line = f'{_metric(found.flops)}FLOP a token'
+  line += ' of the standard loss (make_step has its own)' * found.own
   if full is None:
     kind = job.mesh.devices.flat[0].device_kind
     return f'{line}; no MFU, the peak of {kind} is not known'

@@ -145,6 +145,8 @@ def test_the_screen(tiny):
     f'3.00 GiB a device, predicted, of {ram:.1f} GiB of RAM, shared by all 8'
   )
   assert shown['checkpoints'] == 'every 3 steps, the last 3 kept, in runs/x'
+  own = header.text(job, cost._replace(own=True))
+  assert 'FLOP a token of the standard loss (make_step has its own); no' in own
   why = header.text(job, header.Cost(math.nan, 'a loop'))
   assert 'not counted: a loop' in why and 'memory' not in why
   assert why.splitlines()[-1].split(None, 1) == [
