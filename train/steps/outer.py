@@ -30,6 +30,12 @@ A mean weighs replicas alike, whatever number of targets they read. What a run
 does not learn is not sent, but held twice, with the anchor and with the
 replica's parameters.
 
+Two of the family are not here, for nothing of theirs is due at a step that all
+replicas count. DADAO (arXiv:2208.00779) exchanges along edges of a graph at
+random times, simulated in one process (train/steps/events.py). The experts of
+Branch-Train-Merge (arXiv:2208.03306), each of a domain, never exchange: they
+are runs of their own (train/run/merge.py, decode/evaluate/ensemble.py).
+
 Cost: of a fragment of N numbers a replica sends 2 (R - 1) / R N, each device of
 those that hold them its part (anchor.py). Where the sum lands at once these are
 a reduce-scatter and an all-gather, and anchor and momentum are sharded over
