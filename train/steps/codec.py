@@ -13,13 +13,25 @@ Two codes are a byte. Codes cannot be added: sums are of decoded numbers.
 import jax.numpy as jnp
 import numpy as np
 
+from paraxis.configs.base import errors
+
 MAGNITUDES = np.array([0, 0.25, 0.5, 1, 2, 4, 8, 16], np.float32)
 BORDERS = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
 NEGATIVE = 8
 
 
 def encode(x):
-  """Array of n floats -> (scale () float32, (ceil(n / 2),) uint8)."""
+  """Array of n floats -> (scale () float32, (ceil(n / 2),) uint8).
+
+  Raises:
+    UserError: an array of other numbers.
+  """
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise errors.UserError(
+      f'outer.codec=e3m0 and an array {x.shape} of {x.dtype}: codes are of '
+      'floating-point numbers. Leave the codec out, or do not learn the array '
+      '(train.freeze).'
+    )
   flat = x.reshape(-1).astype(jnp.float32)
   top = jnp.abs(flat).max()
   scale = jnp.where(top == 0, 1, top / MAGNITUDES[-1])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 
 from paraxis.train.steps import codec
 
@@ -35,3 +36,9 @@ def test_what_can_be_written_stays():
 @pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_not_lost(bad):
   assert not np.isfinite(through(jnp.array([1.0, bad, 2.0]))).any()
+
+
+@pytest.mark.parametrize('dtype', ['int32', 'uint8', 'bool'])
+def test_whole_numbers_have_no_codes(dtype):
+  with support.refused('outer.codec=e3m0', f'(3, 2) of {dtype}', 'freeze'):
+    jax.jit(codec.encode)(jnp.ones((3, 2), dtype))
