@@ -199,6 +199,15 @@ def test_what_zero_cannot_share_is_said(tiny):
   assert said[2] == ''
 
 
+@pytest.mark.parametrize('n, one_out', [(2, False), (3, True), (4, False)])
+def test_of_an_odd_number_of_replicas_one_meets_nobody(n, one_out):
+  fields = {'mesh.replica': n, 'outer': schema.Outer('pairs', 4)}
+  config = schema.with_values(schema.Config(), fields)
+  line = header._replicas(types.SimpleNamespace(config=config))
+  assert line.startswith(f'{n} step alone; each meets another')
+  assert ('another, one of them none, drawn anew every 4' in line) == one_out
+
+
 @pytest.mark.parametrize(
   'epochs, shown',
   [(1, '1.00 times'), (12.345, '12.35 times'), (0.999, 'to 99.9%'),
