@@ -89,6 +89,8 @@ mesh=modle=8 | 'modle'
 mesh=data=-1,fsdp=3 | a multiple of 3 devices, but 8
 mesh.rules=fdsp | mesh.rules='fdsp' | Did you mean 'fsdp'?
 train.batch_size=6 | train.batch_size=6 | size 6 | data=2 x fsdp=2 | (4 shards)
+mesh=replica=2,data=4, train.batch_size=12, outer.exchange=mean, outer.period=2
+    | train.batch_size=12 | size 12 | replica=2 x data=4 | (8 shards)
 mesh=stage=2,data=4, train.microbatches=131072 | microbatches=262144 + stages
 train.microbatches=3 | train.batch_size=8 | train.microbatches=3
 train.microbatches=4 | train.batch_size=8 in 4 microbatches | size 2
