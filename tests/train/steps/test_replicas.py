@@ -39,6 +39,16 @@ LAYOUTS = {
   },
   'replica=2,context=2,tensor=2': {},
 }
+# Other programs of a step, each with messages of its own.
+INNER = {
+  'replica=2,tensor=2 matmul': {'mesh.collective_matmul': 'all'},
+  'replica=2,context=2 ulysses': {'mesh.context_form': 'ulysses'},
+  'replica=2,context=4 usp': {'mesh.context_form': 'usp'},
+  'replica=2,data=4 zero=1': {'mesh.zero': 1},
+  'replica=2,data=4 zero=3': {'mesh.zero': 3},
+  'replica=2,fsdp=2 offload': {'train.memory': 'attention=offload'},
+}
+EVERY = LAYOUTS | INNER
 STEPS = 2
 
 
@@ -80,26 +90,26 @@ def step(runner, state, batch):
 
 @pytest.fixture(scope='module')
 def stepped(float64):
-  """mesh -> (runner, first parameters, batches, [State], [loss], [gradients]),
-  of each step."""
+  """Name in EVERY -> (runner, first parameters, batches, [(State, loss,
+  gradients) of each step])."""
   made = {}
 
-  def of(mesh):
-    if mesh not in made:
-      runner = runner_of(config_of(mesh, LAYOUTS[mesh]))
+  def of(name):
+    if name not in made:
+      runner = runner_of(config_of(name.split()[0], EVERY[name]))
       params = inputs.parameters(runner)
       batches = trial.batches(runner.config, packed=True)[:STEPS]
       state, rows = runner.start(params), []
       for batch in batches:
         state, *found = step(runner, state, batch)
         rows.append((state, *found))
-      made[mesh] = runner, params, batches, rows
-    return made[mesh]
+      made[name] = runner, params, batches, rows
+    return made[name]
 
   return of
 
 
-@pytest.mark.parametrize('mesh', LAYOUTS)
+@pytest.mark.parametrize('mesh', EVERY)
 def test_a_replica_steps_as_one_device_does_on_its_rows(stepped, mesh):
   runner, params, batches, rows = stepped(mesh)
   n = runner.config.mesh.replica
@@ -159,7 +169,7 @@ def crossing(runner, state, batch):
   return [c for c in each if 'replica' in c.axes]
 
 
-@pytest.mark.parametrize('mesh', LAYOUTS)
+@pytest.mark.parametrize('mesh', EVERY)
 def test_no_message_of_a_step_crosses_replicas(stepped, mesh):
   runner, _, batches, rows = stepped(mesh)
   assert not crossing(runner, rows[-1][0], batches[0])
