@@ -133,6 +133,32 @@ def test_a_replica_steps_as_one_device_does_on_its_rows(stepped, mesh):
 
 
 @pytest.mark.parametrize(
+  ('mesh', 'clip'),
+  # A norm is summed in another order where parameters are sharded.
+  [('', 1.0), ('fsdp=2,tensor=2', 0.0)],
+)
+def test_one_replica_steps_bitwise_as_without_an_outer_loop(mesh, clip):
+  never = dataclasses.replace(MEAN, period=10**6)
+  given = {'optimizer.clip_norm': clip}
+  one = runner_of(config_of(mesh, given, never))
+  explicit = given | {'mesh.collectives': 'explicit'}
+  plain = runner_of(config_of(mesh, explicit, schema.Outer()))
+  params = inputs.parameters(one)
+  state, wanted = one.start(params), plain.start(params)
+  same = lambda found, wanted: support.close(
+    jax.tree.map(lambda x: x[0], jax.device_get(found)),
+    jax.device_get(wanted), 0,
+  )  # fmt: skip
+  for batch in trial.batches(one.config, packed=True):
+    state, *found = step(one, state, batch)
+    wanted, *own = step(plain, wanted, batch)
+    same(found, own)  # loss and gradients
+    same(state.outer.params, wanted.params)
+    same(state.optimizer, wanted.optimizer)
+  assert np.abs(wanted.params['embedding'] - params['embedding']).max() > 1e-4
+
+
+@pytest.mark.parametrize(
   'changes',
   [{'train.freeze': 'embedding,layers/mlp/*'}, {'train.lora.rank': 2}],
   ids=str,
