@@ -14,11 +14,12 @@ expect: EQ the equations in NumPy, without codes; HLO 400 times fewer bytes than
   2.668), 2.555 in four bits; 2.555 where a sum is 5 steps late, 2.561 where 10.
 differs: 154 thousand parameters in 2 layers, so 2 fragments, of which one has
   the embedding, 64% of all; 4 replicas, 50 steps a period, 20 periods. DiLoCo
-  is far behind data parallel here (configs/diloco.py); that replicas keep half
-  of their own (mixing .5) may be why streaming is ahead of it. Codes are
-  gathered by every replica: of 16 and more that is no less than a sum of
-  float32. That four bits are as good says little here: codes of which the sign
-  alone was read gave 2.521.
+  is far behind data parallel here, and behind plain averaging of the same
+  period, which has 2.551, as much as streaming (configs/diloco.py); that
+  replicas keep half of their own (mixing .5) may be why streaming is ahead of
+  DiLoCo. Codes are gathered by every replica: of 16 and more that is no less
+  than a sum of float32. That four bits are as good says little here: codes of
+  which the sign alone was read gave 2.521.
 """
 
 from paraxis.configs import presets
