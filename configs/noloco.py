@@ -3,15 +3,17 @@
 paper: arXiv:2506.10911
 mechanism: train/steps/pairs.py, train/steps/outer.py
 test: tests/train/steps/test_pairs.py,
+  tests/train/claims/outer/test_equations.py,
   tests/train/claims/outer/test_exchanges.py
 run: paraxis reproduce noloco
 cost: 1,000 CPU-seconds
-expect: EQ 2e-13; HLO permutations alone, 1.00 x the parameters: 25 rounds have
-  five sixths of the bytes of DiLoCo's 20; LEARN, 3 seeds, 2.6% and 3.6% below
-  DiLoCo at its two better rates (2.598 bits per byte; 2.668, 2.695), .5% below
-  a mean over all in the same loop (2.611; asked: within 1%), and 1.8% above
-  plain averaging; replicas are .081 of their length apart right after exchange
-  12, .014 after the last.
+expect: EQ 2e-13 of one device, exchanges 2e-14 of the equations in NumPy; HLO
+  permutations alone, 1.00 x the parameters: 25 rounds have five sixths of the
+  bytes of DiLoCo's 20; LEARN, 3 seeds, 2.6% and 3.6% below DiLoCo at its two
+  better rates (2.598 bits per byte; 2.668, 2.695), .5% below a mean over all in
+  the same loop (2.611; asked: within 1%), and 1.8% above plain averaging;
+  replicas are .081 of their length apart right after exchange 12, .014 after
+  the last.
 differs: 154 thousand parameters, 4 replicas, 40 steps a period, 25 periods;
   DiLoCo, of which the rate alone was tuned, has periods of 50, and a Nesterov
   momentum of .9 where NoLoCo has a heavy ball of .5, and most of what DiLoCo is
@@ -36,6 +38,7 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce noloco` checks."""
+  from paraxis.train.claims.outer import equations
   from paraxis.train.claims.outer import exchanges
   from paraxis.train.claims.outer import learning
   from paraxis.train.claims.outer import steps
@@ -43,6 +46,13 @@ def claims():
   alone = dict(
     check=steps.alone, within=1e-9,
     cases=[{'mesh': 'replica=2,fsdp=2,tensor=2'}],
+  )  # fmt: skip
+  numpy = dict(
+    check=equations.by_numpy, within=1e-9,
+    cases=[
+      {'mesh': 'replica=4,fsdp=2', 'outer.period': 2},
+      {'mesh': 'replica=3', 'outer.period': 2, 'train.batch_size': 12},
+    ],
   )  # fmt: skip
   twos = dict(check=exchanges.by_twos, mesh='replica=4,fsdp=2')
   # A replica receives 2 (R - 1) / R of them in a sum over R = 4.
@@ -65,6 +75,7 @@ def claims():
   nearer = shared | dict(check=learning.spread, name='NoLoCo', early=480)
   return [
     ('a replica equals one device', 'EQ', alone, None),
+    ('exchanges equal the equations', 'EQ', numpy, None),
     ('no sum over all replicas', 'HLO', twos, 'no all-reduce'),
     ('bytes between replicas', 'HLO', sent, None),
     ('as DiLoCo, with fewer bytes', 'LEARN', learned, 'up to 4% faster'),
@@ -74,12 +85,14 @@ def claims():
 
 
 def knockouts():
-  """Sums see all replicas; a mean over all; an exchange in every step; replicas
-  that never met, or meet themselves alone; anchors do not approach."""
+  """Sums see all replicas; an anchor without momentum; a mean over all; an
+  exchange in every step; replicas that never met, or meet themselves alone;
+  anchors do not approach."""
   from paraxis.train.claims.outer import equations
   from paraxis.train.claims.outer import steps
 
-  equal, twos, sent, learned, same, nearer = (name for name, *_ in claims())
+  equal, numpy, twos, *rest = (name for name, *_ in claims())
+  sent, learned, same, nearer = rest
   of = lambda name: {name: presets.REPLICAS[name]}
   (name,), (met,), (alone,) = presets.NO_PULL, presets.NEVER, presets.UNPAIRED
   never = dict(
@@ -91,6 +104,8 @@ def knockouts():
   )
   return [
     ('hidden_replicas', equal, steps.all_seen),
+    ('momentum', numpy, equations.without_momentum),
+    ('unpulled', numpy, equations.unpulled),
     ('mean', twos, {'outer.exchange': 'mean', 'outer.pull': 0.0}),
     ('period', sent, {'outer.period': 1}),
     ('never_met', learned, never),

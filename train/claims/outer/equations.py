@@ -9,8 +9,17 @@ The reference is NumPy, of whole arrays on no mesh, with a schedule of its own:
     anchor <- anchor - rate (momentum m + g  (nesterov), or m)
     theta <- (1 - mixing) anchor + mixing theta
 
+and of exchange=pairs (arXiv:2506.10911), i and j those that meet in step t, who
+is what pairs.py draws:
+
+    v_i <- momentum v_i + rate mean(theta - anchor) + pull (mean(anchor) -
+           anchor_i)                               means over i and j
+    anchor_i <- anchor_i + v_i;  theta_i <- anchor_i
+
 Inner steps are those of the program (steps.py claims what they compute).
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +69,17 @@ def without_ends():
   return knockouts.patched(outer.Plan, 'of', layers)
 
 
+def unpulled():
+  """Knock-out: two anchors do not approach when they meet."""
+  right = pairs.gap
+
+  def gap(plan, *given):
+    alone = dataclasses.replace(plan.outer, pull=0.0)
+    return right(dataclasses.replace(plan, outer=alone), *given)
+
+  return knockouts.patched(pairs, 'gap', gap)
+
+
 def unpaired():
   """Knock-out: every replica meets itself."""
   itself = lambda n: np.arange(n)[None]
@@ -85,15 +105,17 @@ class _Anchor:
       if path.startswith('layers/') or p == n - 1
     }
 
+  def _sent(self, step, p):
+    period = self._loop.period
+    first = p * period // self._loop.fragments
+    return step > 0 and (step - first) % period == 0
+
   def after(self, step, replicas):
     """Exchanges what is due, in place; replicas: {path: (R, ..)}."""
-    loop = self._loop
-    every = range(loop.fragments)
-    first = [p * loop.period // loop.fragments for p in every]
-    sent = lambda t, p: t > 0 and (t - first[p]) % loop.period == 0
-    gaps = {p: self._gap(replicas, p) for p in every if sent(step, p)}
+    loop, every = self._loop, range(self._loop.fragments)
+    gaps = {p: self._gap(replicas, p) for p in every if self._sent(step, p)}
     for p in every:
-      if loop.delay and sent(step - loop.delay, p):
+      if loop.delay and self._sent(step - loop.delay, p):
         self._land(self._flight.pop(p), replicas, p)
       elif loop.delay == loop.period and p in gaps:
         self._begin(replicas, p)  # at the end of the first nothing arrives
@@ -127,6 +149,37 @@ class _Anchor:
       own[path][...] = (1 - keep) * x + keep * own[path]
 
 
+class _Anchors(_Anchor):
+  """Anchors and momenta {path: (R, ..)} of replicas that meet by twos."""
+
+  def __init__(self, config, params, first):
+    """config: schema.Config. first: steps that are done before."""
+    self._n, self._seed = config.mesh.replica, config.train.seed
+    self._first = first
+    each = {path: np.stack([x] * self._n) for path, x in params.items()}
+    super().__init__(config.outer, each)
+
+  def after(self, step, replicas):
+    drawn = pairs.drawn(self._seed, self._first + step, self._n)
+    row = pairs.matchings(self._n)[int(drawn)]
+    for p in range(self._loop.fragments):
+      if self._sent(step, p):
+        self._meet(row, replicas, p)
+
+  def _meet(self, row, replicas, p):
+    """row[i]: whom replica i meets."""
+    loop, over = self._loop, (slice(None),)
+    mean = lambda x: (x + x[row]) / 2
+    momentum, own = (self._part(x, p, over) for x in (self.momentum, replicas))
+    for path, anchor in self._part(self.anchor, p, over).items():
+      found = mean(own[path] - anchor)
+      moved = loop.rate * (found - loop.momentum * momentum[path])
+      moved += loop.pull * (mean(anchor) - anchor)
+      momentum[path][...] = -moved / loop.rate  # as ours has it
+      anchor += moved
+      own[path][...] = anchor
+
+
 def _length(tree):
   return np.sqrt(sum((x**2).sum() for x in tree.values()))
 
@@ -138,7 +191,11 @@ def _off(config, devices):
   with runner.job.context():
     exchange.compile()
   params = inputs.parameters(runner)
-  state, wanted = runner.start(params), _Anchor(loop, params)
+  state, paired = runner.start(params), loop.exchange == 'pairs'
+  if paired:
+    wanted = _Anchors(config, params, runner.first)
+  else:
+    wanted = _Anchor(loop, params)
   batches, gaps = trial.batches(config, packed=True), []
   for step in range(1, PERIODS * loop.period + loop.delay + 1):
     batch = batches[step % len(batches)]
@@ -148,11 +205,14 @@ def _off(config, devices):
     with runner.job.context():
       state, _ = exchange(step, state, None)
     found = jax.device_get(state)
+    each = found.outer.each
+    anchor = each['anchor'] if paired else found.params
+    momentum = each['momentum'] if paired else found.outer.momentum
     for path, x in params.items():
       gaps += [  # of the moves, which are small beside what moves
-        _gap(found.params[path] - x, wanted.anchor[path] - x),
+        _gap(anchor[path] - x, wanted.anchor[path] - x),
         _gap(found.outer.params[path] - x, own[path] - x),
-        _gap(found.outer.momentum[path], wanted.momentum[path]),
+        _gap(momentum[path], wanted.momentum[path]),
       ]
   moved = all((wanted.anchor[path] != x).any() for path, x in params.items())
   return float(np.max(gaps)), moved  # a NaN is the largest

@@ -18,11 +18,12 @@ CASES = {
   'local_sgd': {'outer.period': 1},
   'streaming_diloco': {'outer.period': 4, 'outer.codec': ''},
   'co2': {'outer.period': 2, 'outer.delay': 2},
+  'noloco': {'mesh': 'replica=3', 'train.batch_size': 12, 'outer.period': 2},
 }
 
 
 def found(name):
-  """harness.Outcome of a small model on two devices."""
+  """harness.Outcome of a small model on two devices or three."""
   run = claim_cases.run_of(name, SMALL)
   case = {'mesh': 'replica=2'} | CASES[name]
   return equations.by_numpy(run, cases=[case], within=1e-9)
@@ -36,6 +37,8 @@ def found(name):
     ('streaming_diloco', equations.without_ends),
     ('co2', equations.uphill),
     ('co2', exchanges.without_penalty),
+    ('noloco', equations.without_momentum),
+    ('noloco', equations.unpulled),
   ],
 )
 def test_an_exchange_of_another_kind_is_seen(name, off):
@@ -46,7 +49,7 @@ def test_an_exchange_of_another_kind_is_seen(name, off):
   assert not wrong.passed and float(wrong.measured) > 1e-3, wrong
 
 
-@pytest.mark.parametrize('name', ['streaming_diloco', 'co2'])
+@pytest.mark.parametrize('name', ['streaming_diloco', 'co2', 'noloco'])
 def test_what_is_late_is_seen(monkeypatch, name):
   """The schedule is of the claim's own: one of outer.due's is not believed."""
   due = type(claim_cases.run_of(name).config.outer).due
