@@ -17,7 +17,7 @@ CASES = {
   'diloco': {'outer.period': 2},
   'local_sgd': {'outer.period': 1},
   'streaming_diloco': {'outer.period': 4, 'outer.codec': ''},
-  'co2': {'outer.period': 2, 'outer.delay': 2},
+  'co2': {'outer.period': 2, 'outer.delay': 2, 'outer.clip': 4e-3},
   'noloco': {'mesh': 'replica=3', 'train.batch_size': 12, 'outer.period': 2},
 }
 
@@ -37,6 +37,7 @@ def found(name):
     ('streaming_diloco', equations.without_ends),
     ('co2', equations.uphill),
     ('co2', exchanges.without_penalty),
+    ('co2', exchanges.without_clip),
     ('noloco', equations.without_momentum),
     ('noloco', equations.unpulled),
   ],
