@@ -75,7 +75,10 @@ def claims():
     cases=[
       {'mesh': 'data=2,fsdp=2,tensor=2', 'mesh.zero': 1,
        'optimizer.name': 'soap'},
+      {'mesh': 'fsdp=8', 'optimizer.name': 'soap'},
+      {'mesh': 'stage=2,data=4', 'mesh.zero': 2, 'optimizer.name': 'soap'},
       {'mesh': 'fsdp=8', 'optimizer.name': 'kron'},
+      {'mesh': 'data=2,tensor=4', 'optimizer.name': 'muon'},
       {'mesh': 'stage=2,data=4', 'mesh.zero': 2, 'optimizer.name': 'muon'},
     ],
   )  # fmt: skip
