@@ -150,6 +150,16 @@ class Run:
     return run
 
 
+def at_ends(chosen: dict, tried: list[dict]) -> list[str]:
+  """Names of what a chosen trial has at the least or the most that was tried.
+
+  chosen: {name: number}, one of `tried`. What all have alike has no end.
+  """
+  values = {name: {t[name] for t in tried} for name in chosen}
+  at = lambda x, row: len(row) > 1 and x in (min(row), max(row))
+  return [name for name, x in chosen.items() if at(x, values[name])]
+
+
 def state(claim, outcome) -> str:
   """PASS, FAIL, SKIP, or MISS: it fails no worse than the header admits."""
   if outcome.passed is None:

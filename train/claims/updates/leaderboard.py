@@ -154,6 +154,7 @@ def leaderboard(run, *, rules, workloads, trials, studies, baseline, at, agree):
   whole = score(median)
   orders = [_order(one) for one in every]
   most = max(orders.count(order) * (len(order) > 1) for order in orders)
+  rates = _rates(rules, found, targets, trials, studies)
   run.say(f'wrote {_draw(by_study, run.results / "profiles.png")}')
   run.say(f'wrote {_write(median, work, run.results / "times.csv")}')
   table = ', '.join(
@@ -165,11 +166,41 @@ def leaderboard(run, *, rules, workloads, trials, studies, baseline, at, agree):
     f'one order in {agree} of {len(studies)} studies, {baseline} last in all',
     f'in {most}, in {behind}',
     f'scores of median times: {table}; targets in bits per byte '
-    f'{", ".join(f"{w} {x:.3f}" for w, x in targets.items())}; orders: {lists}',
+    f'{", ".join(f"{w} {x:.3f}" for w, x in targets.items())}; orders: '
+    f'{lists}; learning rates of trials that are first at a target: {rates}',
     most >= agree and behind == len(studies),
     '',
     len(studies),
   )
+
+
+def _rates(rules, found, targets, trials, studies):
+  """'adamw 0.004 to 0.014 of 0.003 to 0.03, 4 of 9 at an end': rates of trials
+  that are first at a target; at an end of those of their study.
+
+  Args:
+    found: {workload: [{rule: [curve of each trial]} of each study]}. Others: as
+      of `leaderboard`; targets: {workload: bits per byte}.
+  """
+  texts = []
+  for rule, space in rules.items():
+    (name,) = (n for n in space if n.endswith('learning_rate'))
+    first, ends = [], 0
+    for w, by_study in found.items():
+      for study, each in zip(studies, by_study, strict=True):
+        steps = [_time([curve], targets[w]) for curve in each[rule]]
+        if not math.isfinite(min(steps)):
+          continue
+        points = _points(space, trials, study)
+        point = points[int(np.argmin(steps))]
+        first.append(point[name])
+        ends += name in claims.at_ends(point, points)
+    low, high = space[name]
+    of = f'{min(first):g} to {max(first):g}' if first else 'none'
+    texts.append(
+      f'{rule} {of} of {low:g} to {high:g}, {ends} of {len(first)} at an end'
+    )
+  return '; '.join(texts)
 
 
 def _order(scores):

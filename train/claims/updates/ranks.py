@@ -11,6 +11,7 @@ import numpy as np
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import families
+from paraxis.train.claims import harness as claims
 from paraxis.train.plot import figures
 from paraxis.train.run import metrics
 
@@ -21,13 +22,14 @@ HELD = 'eval/bits_per_byte'
 
 
 def _trained(run, rules, size, fields, seeds):
-  """{rule: [ablation.Training of its best trial, one a seed]}.
+  """{rule: [ablation.Training of its best trial, one a seed]}, and which trial
+  that is: '90K: adamw 0.01, lion 0.006 (end of its grid)'.
 
   Args:
     rules: {rule: [{field of schema.Optimizer: value}, one a trial]}.
     size, fields: name of the model's size, {'section.field': value} of it.
   """
-  home, best = run.shared(SHARED), {}
+  home, best, texts = run.shared(SHARED), {}, []
   config = lambda rule, trial: experiment.fields(
     run.config, fields, experiment.under('optimizer', {'name': rule} | trial)
   )
@@ -43,8 +45,17 @@ def _trained(run, rules, size, fields, seeds):
     chosen = min(found, key=lambda name: found[name][0])
     rest = ablation.trained(home, {chosen: tried[chosen]}, seeds[1:])
     best[rule] = first[chosen] + rest[chosen]
-    run.say(f'{size}: {rule} is best with {trials[list(tried).index(chosen)]}')
-  return best
+    trial = trials[list(tried).index(chosen)]
+    texts.append(f'{rule} {_numbers(trial, trials)}')
+    run.say(f'{size}: {rule} is best with {trial}')
+  return best, f'{size}: {", ".join(texts)}'
+
+
+def _numbers(trial, trials):
+  """'0.04 (end of its grid)': what is not alike in all trials."""
+  other = {n: x for n, x in trial.items() if any(t[n] != x for t in trials)}
+  end = ' (end of its grid)' if claims.at_ends(trial, trials) else ''
+  return '/'.join(f'{x:g}' for x in (other or trial).values()) + end
 
 
 def _curves(best):
@@ -75,16 +86,18 @@ def _draw(curves, path):
 
 
 def _both(run, rules, sizes, seeds):
-  """({size: {rule: {step: [..]}}}, most CPU-seconds), drawn."""
-  curves, seconds = {}, 0.0
+  """({size: {rule: {step: [..]}}}, most CPU-seconds, best trials in words),
+  drawn."""
+  curves, seconds, chosen = {}, 0.0, []
   for size, fields in sizes.items():
-    best = _trained(run, rules, size, fields, seeds)
+    best, text = _trained(run, rules, size, fields, seeds)
+    chosen.append(text)
     curves[size] = _curves(best)
     seconds = max(seconds, ablation.cpu_seconds(best))
     run.results.mkdir(parents=True, exist_ok=True)
     picture = run.results / f'{size}.png'
     run.say(f'wrote {_draw(curves[size], picture)}')
-  return curves, seconds
+  return curves, seconds, '; '.join(chosen)
 
 
 def _end(curves):
@@ -99,7 +112,7 @@ def first(run, *, rules, sizes, seeds):
     rules: {rule: [{field of schema.Optimizer: value}, one a trial]}.
     sizes: {name: {'section.field': value}}. seeds: of the trainings.
   """
-  curves, seconds = _both(run, rules, sizes, seeds)
+  curves, seconds, chosen = _both(run, rules, sizes, seeds)
   found, findings = {}, []
   for size, each in curves.items():
     end = {f'{size} {rule}': row for rule, row in _end(each).items()}
@@ -110,7 +123,7 @@ def first(run, *, rules, sizes, seeds):
     other = of([r for r in rules if r not in MATRIX])
     findings.append(ablation.less(end, matrix, other, 0.0, seconds))
     found |= end
-  return _outcome(run, found, findings, rules, seconds)
+  return _outcome(run, found, findings, rules, seconds, chosen)
 
 
 def reordered(run, *, rules, sizes, seeds, early):
@@ -119,7 +132,7 @@ def reordered(run, *, rules, sizes, seeds, early):
   Args:
     rules, sizes, seeds: as for `first`. early: the step, an evaluation.
   """
-  curves, seconds = _both(run, rules, sizes, seeds)
+  curves, seconds, chosen = _both(run, rules, sizes, seeds)
   found, findings = {}, []
   for size, each in curves.items():
     then, end = {r: c[early] for r, c in each.items()}, _end(each)
@@ -141,7 +154,7 @@ def reordered(run, *, rules, sizes, seeds, early):
     )
     for name, row in (('early', then), ('end', end)):
       found |= {f'{size} {r}, {name}': row[r] for r in (a, b)}
-  return _outcome(run, found, findings, rules, seconds)
+  return _outcome(run, found, findings, rules, seconds, chosen)
 
 
 def _least(then, a, b, end, c, d):
@@ -162,7 +175,7 @@ def gains(run, *, rules, sizes, seeds):
   Args:
     rules, seeds: as for `first`. sizes: two, the larger last.
   """
-  curves, seconds = _both(run, rules, sizes, seeds)
+  curves, seconds, chosen = _both(run, rules, sizes, seeds)
   found = {}
   for size, each in curves.items():
     end = _end(each)
@@ -172,15 +185,15 @@ def gains(run, *, rules, sizes, seeds):
     ]
   small, large = found
   findings = [ablation.less(found, large, small, 0.0, seconds)]
-  return _outcome(run, found, findings, rules, seconds)
+  return _outcome(run, found, findings, rules, seconds, chosen)
 
 
-def _outcome(run, found, findings, rules, seconds):
+def _outcome(run, found, findings, rules, seconds, chosen):
   c = run.config
   trials = max(map(len, rules.values()))
   return ablation.outcome(
     run, found, findings, 'bits per byte',
     f'{c.train.steps} steps, {families.tokens(c):,} tokens; {trials} learning '
-    'rates a rule, tried with the first seed',
+    f'rates a rule, tried with the first seed, best of them {chosen}',
     seconds,
   )  # fmt: skip

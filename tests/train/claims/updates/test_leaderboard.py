@@ -11,6 +11,7 @@ from paraxis.train.claims import harness
 from paraxis.train.claims.updates import leaderboard as board
 
 INF = math.inf
+SPACE = {'learning_rate': [1e-3, 1e-1], 'weight_decay': [0.01, 0.1]}
 
 
 def test_a_score_is_the_integral_of_the_profile():
@@ -30,11 +31,10 @@ def test_what_nobody_reaches_counts_for_nobody():
 
 
 def test_points_are_spread_and_another_study_has_others():
-  space = {'learning_rate': [1e-3, 1e-1], 'weight_decay': [0.01, 0.1]}
-  rows = [board._points(space, 4, s) for s in range(3)]
+  rows = [board._points(SPACE, 4, s) for s in range(3)]
   every = [point for row in rows for point in row]
   assert len({tuple(p.values()) for p in every}) == 12
-  for name, (low, high) in space.items():
+  for name, (low, high) in SPACE.items():
     at = np.sort([np.log(p[name] / low) / np.log(high / low) for p in every])
     assert 0 < at[0] and at[-1] < 1 and np.diff(at).max() < 0.25
 
@@ -79,7 +79,7 @@ def test_an_order_that_two_studies_share(
   monkeypatch.setattr(board, '_trials', trials)
   run = harness.Run(schema.Config(), tmp_path, lambda line: None)
   found = board.leaderboard(
-    run, rules={r: {} for r in 'abc'}, workloads={'w': {}}, trials=1,
+    run, rules={r: SPACE for r in 'abc'}, workloads={'w': {}}, trials=1,
     studies=[0, 1, 2], baseline=last, at=30, agree=2,
   )  # fmt: skip
   assert found.passed == passed and (tmp_path / 'profiles.png').exists()
@@ -87,6 +87,7 @@ def test_an_order_that_two_studies_share(
   assert header == 'workload,rule,steps,tokens,flops' and len(rows) == 3
   if studies == 'aab':  # a takes 10, 10 and 20 steps
     assert rows[0] == 'w,a,10,640,5e+07'
+  assert 'that are first at a target: a 0.00' in found.caveat
 
 
 def test_equal_scores_are_no_order(monkeypatch, tmp_path):
@@ -95,7 +96,26 @@ def test_equal_scores_are_no_order(monkeypatch, tmp_path):
   monkeypatch.setattr(board, '_trials', same)
   run = harness.Run(schema.Config(), tmp_path, lambda line: None)
   found = board.leaderboard(
-    run, rules=dict(a={}, b={}), workloads={'w': {}}, trials=1,
+    run, rules=dict(a=SPACE, b=SPACE), workloads={'w': {}}, trials=1,
     studies=[0, 1, 2], baseline='a', at=10, agree=2,
   )  # fmt: skip
   assert not found.passed
+
+
+def test_rates_of_the_first_trials_and_those_at_an_end():
+  """In three studies that is the trial of least rate, the middle one, none."""
+  rates = [
+    [p['learning_rate'] for p in board._points(SPACE, 3, s)] for s in (5, 6, 7)
+  ]
+  soon, late, never = [(10, 1.0), (20, 1.0)], [(10, 2.0), (20, 1.0)], [(9, 2.0)]
+  first = sorted(rates[0])[0], sorted(rates[1])[1], None
+  found = [
+    {'a': [never if one is None else soon if r == one else late for r in row]}
+    for row, one in zip(rates, first, strict=True)
+  ]
+  given = {'a': SPACE}, {'w': found}, {'w': 1.5}, 3, (5, 6, 7)
+  low, high = sorted(first[:2])
+  text = board._rates(*given)
+  assert text == f'a {low:g} to {high:g} of 0.001 to 0.1, 1 of 2 at an end'
+  text = board._rates(*given[:2], {'w': 0.5}, *given[3:])
+  assert text == 'a none of 0.001 to 0.1, 0 of 0 at an end'

@@ -30,7 +30,7 @@ def _curves(small, large):
 
 def _judge(monkeypatch, tmp_path, check, small, large, **more):
   curves = _curves(small, large)
-  given = lambda run, rules, sizes, seeds: (curves, 1.0)
+  given = lambda run, rules, sizes, seeds: (curves, 1.0, 'large: muon 0.1')
   monkeypatch.setattr(ranks, '_both', given)
   run = harness.Run(schema.Config(), tmp_path, lambda line: None)
   return check(run, rules=RULES, sizes=SIZES, seeds=[0, 1, 2], **more)
@@ -46,6 +46,7 @@ def test_a_matrix_rule_is_first_at_both_sizes(
 ):
   found = _judge(monkeypatch, tmp_path, ranks.first, WON, large)
   assert found.passed == passed
+  assert found.caveat.endswith('the first seed, best of them large: muon 0.1')
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,30 @@ def test_a_knock_out_reads_the_trainings_of_its_own_rates(
   train = lambda run, trials: ranks._trained(
     run, {'adamw': trials}, 'small', {}, [0]
   )
-  (best,) = train(run, trials)['adamw']
+  (best,) = train(run, trials)[0]['adamw']
   assert best.config.optimizer.learning_rate == 1e-2 and len(seen) == 2
-  (same,) = train(run.other(run.config, 'off'), trials[1:])['adamw']
+  (same,) = train(run.other(run.config, 'off'), trials[1:])[0]['adamw']
   assert same.folder == best.folder and len(seen) == 2
+
+
+@pytest.mark.parametrize(
+  'best, text',
+  [
+    (5e-3, '0.005 (end of its grid)'), (1e-2, '0.01'),
+    (2e-2, '0.02 (end of its grid)'),
+  ],
+)  # fmt: skip
+def test_the_best_trial_is_told_and_whether_it_is_at_an_end(
+  monkeypatch, tmp_path, best, text
+):
+  """Of what differs between the trials; one alone has no end."""
+  rates = 5e-3, 1e-2, 2e-2
+  bits = {f'32-soap-0.01-{r:g}-0': 2.0 + (r != best) for r in rates}
+  claim_cases.trains_to(monkeypatch, bits | {'32-lion-0.003-0': 3.0})
+  run = claim_cases.run_of('fantastic_optimizers', {}, tmp_path / 'own')
+  rules = {
+    'soap': [{'learning_rate': 1e-2, 'matrix_learning_rate': r} for r in rates],
+    'lion': [{'learning_rate': 3e-3}],
+  }
+  _, found = ranks._trained(run, rules, '90K', {}, [0])
+  assert found == f'90K: soap {text}, lion 0.003'
