@@ -107,6 +107,8 @@ def test_what_the_header_admits_is_a_miss():
     assert claims.state(*row(admits, word)) == state, (admits, word)
   assert claims.state(*row(no, '', True)) == 'PASS'
   assert claims.state(*row(no, '', None)) == 'SKIP'
+  claim, outcome = row(opposite, '')  # a mechanism that does not work
+  assert claims.state(claim, outcome._replace(sound=False)) == 'FAIL'
   text, code = claims.summary([row(no, ''), row('', '', True)])
   assert code == 0 and 'all 1 claims hold; 1 NOT REPRODUCED, as' in text
   assert claims.summary([row(no, opposite), row('', '', True)])[1] == 1

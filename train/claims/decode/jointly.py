@@ -90,7 +90,9 @@ def more_tokens_a_call(
     'one by one',
     seconds,
   )
-  return outcome if same else outcome._replace(passed=False, verdict='')
+  if same:
+    return outcome
+  return outcome._replace(passed=False, verdict='', sound=False)
 
 
 def _generator(job, params):

@@ -100,21 +100,26 @@ def keeps(run, *, method, group, draft, prompts, loss):
     draft: of real_model.trained; {}: none. prompts: as for
       tokens_a_call.on_real_text. loss: of kept drafts, as a share, at most.
   """
-  means, tables = [], {}
+  means, tables, same = [], {}, []
+  wanted = real_model.one_by_one(prompts)
   for n in (1, group):
-    mean, lengths, _ = real_model.greedy(
+    mean, lengths, texts = real_model.greedy(
       run, method=method | dict(draft_group=n), draft=draft, prompts=prompts
     )
     means.append(mean - 1)  # drafts that are kept
+    same.append(real_model.same(wanted, texts))
     tables[f'{n} a group'] = lengths
   run.say(real_model.table(tables))
   lost = 1 - means[1] / max(means[0], 1e-9)
+  sound = min(means) > 0 and real_model.near(min(same), len(wanted))
   return claims.Outcome(
     f'< {loss:.0%} lost',
     f'{lost:.1%}',
     f'{means[0]:.2f} drafts a call are kept exactly, {means[1]:.2f} in groups '
-    f'of {group}; greedy, {prompts[0]} held-out prompts, {prompts[2]} tokens',
-    bool(means[0] > 0 and lost < loss),
+    f'of {group}; greedy, {prompts[0]} held-out prompts, {prompts[2]} tokens, '
+    f'{same[0]} and {same[1]} texts are those of one by one',
+    bool(sound and lost < loss),
+    sound=bool(sound),
   )
 
 

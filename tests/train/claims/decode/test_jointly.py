@@ -60,4 +60,5 @@ def test_heads_alone_have_the_steps_of_both(monkeypatch, tmp_path):
   for same in ([True, True], [True, False], [False, True]):  # alone, together
     asked = iter(same)
     monkeypatch.setattr(jointly, '_asked', lambda *_, x=asked: (1.0, next(x)))
-    assert jointly.more_tokens_a_call(run, **GIVEN).passed == all(same)
+    found = jointly.more_tokens_a_call(run, **GIVEN)
+    assert found.passed == found.sound == all(same)

@@ -43,15 +43,16 @@ def test_spans_are_closed_forms(layers, group):
 
 
 def test_kept_drafts_are_compared(monkeypatch):
-  each = {1: 2.0, 4: 1.9}
+  each, texts = {1: 2.0, 4: 1.9}, {1: [[1], [2]], 4: [[1], [2]]}
 
   def greedy(run, *, method, draft, prompts):
     del run, draft, prompts
-    return each[method['draft_group']], [0, 1, 1], []
+    group = method['draft_group']
+    return each[group], [0, 1, 1], texts[group]
 
   monkeypatch.setattr(real_model, 'greedy', greedy)
   monkeypatch.setattr(real_model, 'table', str)
-  monkeypatch.setattr(real_model, 'model', lambda: None)
+  monkeypatch.setattr(real_model, 'one_by_one', lambda prompts: [[1], [2]])
   run = claim_cases.run_of('easyspec', SMALL)
   given = dict(
     method=dict(method='easyspec'), group=4, draft={}, prompts=[2, 3, 4],
@@ -60,4 +61,12 @@ def test_kept_drafts_are_compared(monkeypatch):
   assert layer_groups.keeps(run, **given).passed
   each[4] = 1.8
   found = layer_groups.keeps(run, **given)
-  assert found.measured == '20.0%' and not found.passed
+  assert found.measured == '20.0%' and not found.passed and found.sound
+  # Of other texts, and of drafts that are never kept, nothing is admitted.
+  for group in texts:
+    kept, texts[group] = texts[group], [[1], [3]]
+    found = layer_groups.keeps(run, **given | dict(loss=0.5))
+    assert not (found.passed or found.sound)
+    texts[group] = kept
+  each[4] = 1.0
+  assert not layer_groups.keeps(run, **given).sound

@@ -7,12 +7,14 @@ import claim_cases
 import numpy as np
 import pytest
 
+from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode.drafts import heads
 from paraxis.models.huggingface import source
 from paraxis.models.text import tokenizer
 from paraxis.train import draft as draft_lib
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import papers
 from paraxis.train.claims import real_model
 from paraxis.train.claims.decode import tokens_a_call
 from paraxis.train.data import corpus
@@ -56,6 +58,14 @@ def pretend(monkeypatch, tmp_path):
   return use
 
 
+def state(config, name, outcome):
+  """Of an outcome of a config's claim, which admits 'not reproduced'."""
+  module = command_line.load_module(config)
+  (claim,) = (c for c in papers.claims(module, config) if c.name == name)
+  assert claim.admits == 'not reproduced'
+  return claims.state(claim, outcome)
+
+
 REAL = dict(
   method=dict(method='jacobi'), draft={}, prompts=[5, 16, 13], domains=[],
   at_least=2.0,
@@ -74,8 +84,15 @@ def test_tokens_a_call_are_counted_and_drawn(pretend, tmp_path):
     made.other['jacobi'] = other
     given = REAL | dict(prompts=[rows, 16, 13])
     assert tokens_a_call.on_real_text(run, **given).passed == passed
-  _, run = pretend(jacobi=1)
-  assert not tokens_a_call.on_real_text(run, **REAL).passed
+  real = 'speculative_decoding', 'tokens a call of SmolLM2'
+  wrong = tokens_a_call.on_real_text(run, **given)
+  assert state(*real, wrong) == 'FAIL'  # other texts are not admitted
+  made.other.clear()
+  few = tokens_a_call.on_real_text(run, **REAL | dict(at_least=4.0))
+  assert not few.passed and state(*real, few) == 'MISS'
+  _, run = pretend(jacobi=1)  # no draft is kept
+  none = tokens_a_call.on_real_text(run, **REAL)
+  assert not none.passed and state(*real, none) == 'FAIL'
   lines = real_model.table({'greedy': np.array([0, 3, 1])}).splitlines()
   assert lines[1].split() == ['greedy', '75.0%', '25.0%']
 
@@ -125,12 +142,23 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
     pair=[dict(method='eagle'), dict(method='medusa')],
     drafts=[draft, draft], prompts=[3, 16, 13], parameters_within=1.1,
   )  # fmt: skip
+  more = 'eagle', 'tokens a call above those of Medusa'
+
+  def lost(**changed):
+    found = tokens_a_call.more_than(run, **both | changed)
+    assert not found.passed
+    return state(*more, found)
+
   assert tokens_a_call.more_than(run, **both).passed
-  made.other['eagle'] = 1
-  assert not tokens_a_call.more_than(run, **both).passed
-  made.other.clear()
+  for name in ('eagle', 'medusa'):
+    made.other[name] = 1
+    assert lost() == 'FAIL'
+    made.other.clear()
+  assert lost(parameters_within=0.9) == 'FAIL'
   made.each['eagle'] = 2
-  assert not tokens_a_call.more_than(run, **both).passed
+  assert lost() == 'MISS'
+  made.each['eagle'] = 1  # no draft is kept
+  assert lost() == 'FAIL'
 
 
 def test_prompts_are_held_out():
