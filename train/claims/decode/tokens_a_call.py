@@ -41,18 +41,18 @@ def _on_real_text(run, method, draft, prompts, domains, at_least):
   greedy, drawn = dict(temperature=0.0), dict(temperature=1.0, seed=1)
   wanted = real_model.model().generate(ids, max_new_tokens=new, **greedy)
   mean, lengths, texts = real_model.counted(given, ids, new, greedy)
-  same = real_model.same([r['tokens'] for r in wanted], texts)
+  same = real_model.same(wanted, texts)
   sampled, more, _ = real_model.counted(given, ids, new, drawn)
   run.say(real_model.table(dict(greedy=lengths, drawn=more)))
   name = '-'.join([method['method'], *domains])
   run.say(f'wrote {_draw(dict(greedy=lengths, drawn=more), run, name)}')
   text = f'{len(ids)} held-out prompts of {length} tokens, {new} new ones each'
   text += f'; drawn at temperature 1: {sampled:.2f}; greedy texts of '
-  text += f'{same} of {len(ids)} are those of one by one in float32'
+  text += f'{real_model.said(same)} of {len(ids)} are those of one by one'
   if about:
     text += f'; {size:,} trained parameters, first choices right: '
     text += ' '.join(f'{a[0]:.2f}' for a in about.accuracy)
-  sound = bool(mean > 1 and real_model.near(same, len(ids)))
+  sound = bool(mean > 1 and sum(same) == len(ids))
   found = claims.Outcome(
     f'>= {at_least:.2f} tokens a call', f'{mean:.2f}', text,
     bool(mean >= at_least and sound), sound=sound,
@@ -107,14 +107,14 @@ def more_than(run, *, pair, drafts, prompts, parameters_within):
     )
   names = [m['method'] for m in pair]
   near = max(sizes) / min(sizes) <= parameters_within
-  ours = real_model.near(min(same), len(wanted))
+  ours = all(sum(x) == len(wanted) for x in same)
   sound = bool(near and ours and min(found) > 1)
   return claims.Outcome(
     f'{names[0]} > {names[1]}',
     f'{found[0]:.2f} {found[1]:.2f}',
     f'tokens a call, greedy, {prompts[0]} held-out prompts, {prompts[2]} new '
-    f'tokens, {same[0]} and {same[1]} texts are those of one by one; trained '
-    f'parameters {sizes[0]:,} and {sizes[1]:,}'
+    f'tokens, {" and ".join(map(real_model.said, same))} texts are those of '
+    f'one by one; trained parameters {sizes[0]:,} and {sizes[1]:,}'
     + ('' if near else f', which are NOT within {parameters_within:g}'),
     bool(found[0] > found[1] and sound),
     sound=sound,

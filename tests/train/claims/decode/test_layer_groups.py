@@ -43,7 +43,8 @@ def test_spans_are_closed_forms(layers, group):
 
 
 def test_kept_drafts_are_compared(monkeypatch):
-  each, texts = {1: 2.0, 4: 1.9}, {1: [[1], [2]], 4: [[1], [2]]}
+  results = lambda *ids: [dict(tokens=[i], logprobs=[-0.1 * i]) for i in ids]
+  each, texts = {1: 2.0, 4: 1.9}, {1: results(1, 2), 4: results(1, 2)}
 
   def greedy(run, *, method, draft, prompts):
     del run, draft, prompts
@@ -52,7 +53,7 @@ def test_kept_drafts_are_compared(monkeypatch):
 
   monkeypatch.setattr(real_model, 'greedy', greedy)
   monkeypatch.setattr(real_model, 'table', str)
-  monkeypatch.setattr(real_model, 'one_by_one', lambda prompts: [[1], [2]])
+  monkeypatch.setattr(real_model, 'one_by_one', lambda prompts: results(1, 2))
   run = claim_cases.run_of('easyspec', SMALL)
   given = dict(
     method=dict(method='easyspec'), group=4, draft={}, prompts=[2, 3, 4],
@@ -64,7 +65,7 @@ def test_kept_drafts_are_compared(monkeypatch):
   assert found.measured == '20.0%' and not found.passed and found.sound
   # Of other texts, and of drafts that are never kept, nothing is admitted.
   for group in texts:
-    kept, texts[group] = texts[group], [[1], [3]]
+    kept, texts[group] = texts[group], results(1, 3)
     found = layer_groups.keeps(run, **given | dict(loss=0.5))
     assert not (found.passed or found.sound)
     texts[group] = kept
