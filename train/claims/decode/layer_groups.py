@@ -109,7 +109,7 @@ def keeps(run, *, method, group, draft, prompts, loss):
     means.append(mean - 1)  # drafts that are kept
     same.append(real_model.same(wanted, texts))
     tables[f'{n} a group'] = lengths
-  run.say(real_model.table(tables))
+  real_model.show(tables, run, 'groups')
   lost = 1 - means[1] / max(means[0], 1e-9)
   ours = all(sum(x) == len(wanted) for x in same)
   sound = bool(ours and min(means) > 0)

@@ -6,15 +6,9 @@ a call are counted, the first token of a prompt, which its reading makes, apart;
 no time is: what a call costs with its drafts is `paraxis bench decode`.
 """
 
-import pathlib
-
-import numpy as np
-
 from paraxis.decode import methods
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import real_model
-from paraxis.train.plot import figures
-from paraxis.train.run import workdir as workdir_lib
 
 
 def on_real_text(run, *, method, draft, prompts, domains, at_least):
@@ -43,9 +37,8 @@ def _on_real_text(run, method, draft, prompts, domains, at_least):
   mean, lengths, texts = real_model.counted(given, ids, new, greedy)
   same = real_model.same(wanted, texts)
   sampled, more, _ = real_model.counted(given, ids, new, drawn)
-  run.say(real_model.table(dict(greedy=lengths, drawn=more)))
   name = '-'.join([method['method'], *domains])
-  run.say(f'wrote {_draw(dict(greedy=lengths, drawn=more), run, name)}')
+  real_model.show(dict(greedy=lengths, drawn=more), run, name)
   text = f'{len(ids)} held-out prompts of {length} tokens, {new} new ones each'
   text += f'; drawn at temperature 1: {sampled:.2f}; greedy texts of '
   text += f'{real_model.said(same)} of {len(ids)} are those of one by one'
@@ -94,18 +87,20 @@ def more_than(run, *, pair, drafts, prompts, parameters_within):
       for `on_real_text`. parameters_within: how far the numbers of trained
       parameters may be apart, as a ratio.
   """
-  found, sizes, same = [], [], []
+  found, sizes, same, tables = [], [], [], {}
   wanted = real_model.one_by_one(prompts)
   for method, draft in zip(pair, drafts, strict=True):
-    mean, _, made = real_model.greedy(
+    mean, lengths, made = real_model.greedy(
       run, method=method, draft=draft, prompts=prompts
     )
     found.append(mean)
+    tables[method['method']] = lengths
     same.append(real_model.same(wanted, made))
     sizes.append(
       real_model.trained(run, methods.FILES[method['method']], draft)[2]
     )
   names = [m['method'] for m in pair]
+  real_model.show(tables, run, '-'.join(names))
   near = max(sizes) / min(sizes) <= parameters_within
   ours = all(sum(x) == len(wanted) for x in same)
   sound = bool(near and ours and min(found) > 1)
@@ -119,17 +114,3 @@ def more_than(run, *, pair, drafts, prompts, parameters_within):
     bool(found[0] > found[1] and sound),
     sound=sound,
   )
-
-
-def _draw(found, run, stem):
-  """Share of calls that made at least so many tokens -> path of the PNG."""
-  curves = {}
-  for name, counts in found.items():
-    least = counts[::-1].cumsum()[::-1][1:] / max(counts.sum(), 1)
-    curves[name] = np.array([np.arange(1, len(counts)), 100 * least])
-  fig, ax = figures.lines(
-    curves, 'tokens', 'calls with at least so many (%)', loc='upper right'
-  )
-  ax.set_ylim(0, 104)
-  path = pathlib.Path(workdir_lib.prepare(run.results)) / f'{stem}.png'
-  return figures.save(fig, path)

@@ -3,6 +3,7 @@
 import fractions
 
 import claim_cases
+import numpy as np
 import pytest
 
 from paraxis.train.claims import real_model
@@ -42,24 +43,26 @@ def test_spans_are_closed_forms(layers, group):
   assert layer_groups.span(layers, group, mixer, mlp, send) == float(want)
 
 
-def test_kept_drafts_are_compared(monkeypatch):
+def test_kept_drafts_are_compared(monkeypatch, tmp_path):
   results = lambda *ids: [dict(tokens=[i], logprobs=[-0.1 * i]) for i in ids]
   each, texts = {1: 2.0, 4: 1.9}, {1: results(1, 2), 4: results(1, 2)}
 
   def greedy(run, *, method, draft, prompts):
     del run, draft, prompts
     group = method['draft_group']
-    return each[group], [0, 1, 1], texts[group]
+    return each[group], np.array([0, 1, 1]), texts[group]
 
   monkeypatch.setattr(real_model, 'greedy', greedy)
-  monkeypatch.setattr(real_model, 'table', str)
   monkeypatch.setattr(real_model, 'one_by_one', lambda prompts: results(1, 2))
-  run = claim_cases.run_of('easyspec', SMALL)
+  run, said = claim_cases.run_of('easyspec', SMALL, tmp_path), []
+  run.say = said.append
   given = dict(
     method=dict(method='easyspec'), group=4, draft={}, prompts=[2, 3, 4],
     loss=0.15,
   )  # fmt: skip
   assert layer_groups.keeps(run, **given).passed
+  assert '4 a group          50.0%  50.0%' in said[0]
+  assert (tmp_path / 'groups.png').exists()
   each[4] = 1.8
   found = layer_groups.keeps(run, **given)
   assert found.measured == '20.0%' and not found.passed and found.sound

@@ -157,6 +157,7 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
     return state(*more, found)
 
   assert tokens_a_call.more_than(run, **both).passed
+  assert (run.results / 'eagle-medusa.png').exists()
   for name in ('eagle', 'medusa'):
     made.other[name] = 1
     assert lost() == 'FAIL'
