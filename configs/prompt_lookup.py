@@ -55,10 +55,11 @@ def knockouts():
   """A draft is kept that is not the draw; what is dropped is drawn from p; the
   copy begins at any place."""
   from paraxis.train.claims.decode import lossless
+  from paraxis.train.claims.decode import tokens_a_call
 
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
     ('from_p', 'joint of 4 tokens', lossless.from_p, lossless.TENTH),
-    ('any_place', 'tokens a call, code', lossless.any_place),
-    ('any_place_2', 'tokens a call, translation', lossless.any_place),
+    ('any_place', 'tokens a call, code', tokens_a_call.any_place),
+    ('any_place_2', 'tokens a call, translation', tokens_a_call.any_place),
   ]

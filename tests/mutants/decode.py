@@ -83,6 +83,14 @@ TABLE = [
     _METHODS + 'test_judges_are_what_they_declare[rejection]',
   ),
   Mutation(
+    'q_unfiltered',
+    'decode/judges.py',
+    'else p_of(drafts.logits[:, c])',
+    'else jax.nn.softmax(drafts.logits[:, c])',
+    'drafts are judged by a q that filters and temperature did not change',
+    'tests/train/claims/decode/test_lossless.py::test_a_judge_filters_p_and_q',
+  ),
+  Mutation(
     'ancestors',
     'models/mixers/packed.py',
     'return (ids.ancestors[:, :, None] >> node) & 1 == 1',

@@ -8,9 +8,12 @@ where the judge is `replay`.
 
 import pathlib
 
+import jax.numpy as jnp
 import numpy as np
 
+from paraxis.decode.drafts import copying
 from paraxis.train.claims import ablation
+from paraxis.train.claims import knockouts
 from paraxis.train.claims import on_tasks
 from paraxis.train.claims import tasks
 from paraxis.train.plot import figures
@@ -117,3 +120,19 @@ def _draw(gains, run):
   ax.set_ylim(0, None)
   path = pathlib.Path(workdir_lib.prepare(run.results)) / 'corrections.png'
   return figures.save(fig, path)
+
+
+# ------------------------------------------------------------------ knock-outs
+
+
+def never_again():
+  """Knock-out: once a word is another, nothing is copied."""
+
+  def wrong(text_S, length, source, place, n):
+    order = jnp.arange(text_S.shape[0], dtype=jnp.int32)
+    new = text_S[jnp.clip(length - n + order, 0, len(order) - 1)]
+    old = text_S[jnp.clip(place + order, 0, len(order) - 1)]
+    copied = jnp.all((new == old) | (order >= n))
+    return jnp.where(copied, place + n, source).astype(jnp.int32)
+
+  return knockouts.patched(copying, '_followed', wrong)

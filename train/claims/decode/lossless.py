@@ -27,7 +27,6 @@ import scipy.stats
 from paraxis.decode import judges
 from paraxis.decode import sampling
 from paraxis.decode import trees
-from paraxis.decode.drafts import copying
 from paraxis.decode.drafts import distill
 from paraxis.decode.drafts import heads
 from paraxis.models import build
@@ -130,9 +129,19 @@ def _read(made, length):
     return jax.device_get(read(experiment.random_parameters(model)))
 
 
-def _joint(made, length):
-  """p (V ** length,) of the texts after [1]."""
-  p = _read(made, length - 1)[0]
+def _filtered(p, temperature=1.0, top_k=0):
+  """p (.., V) that is drawn from; decode/sampling.py has other words for it."""
+  p = p ** (1 / temperature)
+  if top_k:
+    p = np.where(p >= np.sort(p)[..., -top_k, None], p, 0)
+  return p / p.sum(-1, keepdims=True)
+
+
+def _joint(made, length, how):
+  """p (V ** length,) of the texts after [1]; how: fields of schema.Decode, of
+  which those of `_filtered` change it."""
+  how = {n: how[n] for n in ('temperature', 'top_k') if n in how}
+  p = _filtered(_read(made, length - 1)[0], **how)
   joint = np.ones(1)
   for c in range(length):
     # Of the texts of c tokens, the first row that begins with each.
@@ -204,9 +213,8 @@ def _drawn(made, given, length, samples):
   vocab = made.built.model.config.vocab_size
   counts, rows = np.zeros(vocab**length), 2000
   for seed in range(samples // rows):
-    found = made.generate(
-      [[1]] * rows, max_new_tokens=length, temperature=1.0, seed=seed, **given
-    )
+    how = dict(temperature=1.0, max_new_tokens=length, seed=seed) | given
+    found = made.generate([[1]] * rows, **how)
     codes = np.array([r['tokens'] for r in found])
     codes = codes @ vocab ** np.arange(length)[::-1]
     counts += np.bincount(codes, minlength=len(counts))
@@ -246,8 +254,9 @@ def same_distribution(
   """EQ: p of chi-square of the joint of a few tokens, against the model's.
 
   Args:
-    method: fields of schema.Decode. changes: {'section.field': value}.
-    letters: vocabulary. length: tokens. samples: texts.
+    method: fields of schema.Decode, with a temperature of 1 if none is given.
+    changes: {'section.field': value}. letters: vocabulary. length: tokens.
+    samples: texts.
     random_draft: as for `same_text`.
   """
   changes = changes | {'model.vocab_size': letters}
@@ -256,7 +265,7 @@ def same_distribution(
     if random_draft:
       given['draft'] = str(pathlib.Path(folder, 'draft.npz'))
       _random_draft(made, random_draft, given['draft'])
-    p = _joint(made, length)
+    p = _joint(made, length, given)
     counts, kept = _drawn(made, given, length, samples)
   value, statistic, freedom = _chi_square(counts, p)
   return claims.Outcome(
@@ -283,7 +292,7 @@ def typical_distribution(run, *, method, changes, letters, length, samples):
     counts, kept = _drawn(made, {**method, 'draft': path}, length, samples)
     joint = _typical_joint(made, path, method['drafts'], length)
     own, statistic, freedom = _chi_square(counts, joint)
-    other = _chi_square(counts, _joint(made, length))[0]
+    other = _chi_square(counts, _joint(made, length, method))[0]
   declared = judges.JUDGES[method['judge']].lossless
   return claims.Outcome(
     f"p > {LEAST:g} of the rule's, < {MOST:g} of the model's",
@@ -361,6 +370,19 @@ def raw_residual():
   return knockouts.patched(judges.JUDGES, 'rejection', liar)
 
 
+def q_of_temperature_1():
+  """Knock-out: q is that of temperature 1, whatever drafts are drawn by."""
+
+  def wrong(z, drafts, draws, tree):
+    if drafts.logits is not None:
+      warm = drafts.logits * draws.values.temperature
+      drafts = drafts._replace(logits=warm)
+    return judges.rejection(z, drafts, draws, tree)
+
+  liar = judges.JUDGES['rejection']._replace(run=wrong)
+  return knockouts.patched(judges.JUDGES, 'rejection', liar)
+
+
 def judged_as_lossless():
   """Knock-out: the judge `typical` says that it is lossless."""
   liar = judges.JUDGES['typical']._replace(lossless=True)
@@ -370,26 +392,3 @@ def judged_as_lossless():
 def all_typical():
   """Knock-out: the judge `typical` finds every draft likely enough."""
   return knockouts.patched(judges, 'MOST', 0.0)
-
-
-def any_place():
-  """Knock-out: a lookup copies from the beginning of the text."""
-
-  def wrong(width, text_S, length):
-    order = jnp.arange(width, dtype=jnp.int32)
-    return text_S[order], order < length
-
-  return knockouts.patched(copying, '_found', wrong)
-
-
-def never_again():
-  """Knock-out: once a word is another, nothing is copied."""
-
-  def wrong(text_S, length, source, place, n):
-    order = jnp.arange(text_S.shape[0], dtype=jnp.int32)
-    new = text_S[jnp.clip(length - n + order, 0, len(order) - 1)]
-    old = text_S[jnp.clip(place + order, 0, len(order) - 1)]
-    copied = jnp.all((new == old) | (order >= n))
-    return jnp.where(copied, place + n, source).astype(jnp.int32)
-
-  return knockouts.patched(copying, '_followed', wrong)

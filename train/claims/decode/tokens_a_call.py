@@ -6,8 +6,12 @@ a call are counted, the first token of a prompt, which its reading makes, apart;
 no time is: what a call costs with its drafts is `paraxis bench decode`.
 """
 
+import jax.numpy as jnp
+
 from paraxis.decode import methods
+from paraxis.decode.drafts import copying
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 from paraxis.train.claims import real_model
 
 
@@ -114,3 +118,16 @@ def more_than(run, *, pair, drafts, prompts, parameters_within):
     bool(found[0] > found[1] and sound),
     sound=sound,
   )
+
+
+# ------------------------------------------------------------------ knock-outs
+
+
+def any_place():
+  """Knock-out: a lookup copies from the beginning of the text."""
+
+  def wrong(width, text_S, length):
+    order = jnp.arange(width, dtype=jnp.int32)
+    return text_S[order], order < length
+
+  return knockouts.patched(copying, '_found', wrong)

@@ -55,6 +55,18 @@ def test_a_broken_judge_has_another_joint(name):
   assert 'of 20,000 texts of 3 tokens of 4' in right.caveat
 
 
+def test_a_judge_filters_p_and_q():
+  right, wrong = claim_cases.falls(
+    'speculative_decoding', 'q_of_temperature_1', SMALL, samples=20_000,
+    length=3,
+  )  # fmt: skip
+  assert float(wrong.measured.removeprefix('p = ')) < lossless.MOST
+  p = np.array([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
+  found = lossless._filtered(p, 0.5, 2)
+  np.testing.assert_allclose(found, [[0, 0, 0.36, 0.64], [0.64, 0.36, 0, 0]])
+  assert 'saved 0%' not in right.caveat
+
+
 @pytest.mark.parametrize('name', ('says_lossless', 'all_typical'))
 def test_typical_acceptance_is_its_rule_and_not_lossless(name):
   right, wrong = claim_cases.falls('medusa', name, samples=4_000, length=3)
