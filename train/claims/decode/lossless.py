@@ -354,10 +354,11 @@ def raw_residual():
 
   def wrong(z, drafts, draws, tree):
     tokens, n, at = judges.rejection(z, drafts, draws, tree)
-    if drafts.logits is None:
-      return judges.Judged(tokens, n, at)
     p = jax.nn.softmax(z[:, :-1].astype(jnp.float32))
-    q = jax.nn.softmax(drafts.logits.astype(jnp.float32))
+    if drafts.logits is None:  # certain, where there is one
+      q = jax.nn.one_hot(drafts.tokens, p.shape[2]) * drafts.valid[..., None]
+    else:
+      q = jax.nn.softmax(drafts.logits.astype(jnp.float32))
     edges = jnp.maximum(p - q, 0).cumsum(-1)
     for c in range(edges.shape[1]):
       key = sampling.keys(draws.values.seed, *draws.at(c), purpose=9)

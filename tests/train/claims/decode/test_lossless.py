@@ -4,8 +4,10 @@ import claim_cases
 import numpy as np
 import pytest
 
+from paraxis.configs.base import command_line
 from paraxis.decode import judges
 from paraxis.train.claims import knockouts
+from paraxis.train.claims import papers
 from paraxis.train.claims.decode import lossless
 
 SMALL = {
@@ -53,6 +55,28 @@ def test_a_broken_judge_has_another_joint(name):
   )
   assert float(wrong.measured.removeprefix('p = ')) < lossless.MOST
   assert 'of 20,000 texts of 3 tokens of 4' in right.caveat
+
+
+# Whose texts can be drawn with rejection, beside the one above.
+REJECTING = (
+  'prompt_lookup', 'speculative_jacobi', 'eagle', 'falcon', 'easyspec'
+)  # fmt: skip
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize('name', ('from_p', 'raw_residual'))
+@pytest.mark.parametrize('config', REJECTING)
+def test_a_broken_judge_of_every_method_is_far_away(config, name):
+  module = command_line.load_module(config)
+  claim, = (
+    c for c in papers.claims(module, config) if c.name == 'joint of 4 tokens'
+  )  # fmt: skip
+  few = dict(samples=4_000, length=3)
+  with getattr(lossless, name)():
+    found = lossless.same_distribution(
+      claim_cases.run_of(config, SMALL), **claim.parameters | few
+    )
+  assert float(found.measured.removeprefix('p = ')) < lossless.MOST
 
 
 def test_a_judge_filters_p_and_q():
