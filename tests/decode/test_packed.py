@@ -113,6 +113,28 @@ def test_a_tree_without_its_ancestors_is_another():
   assert same[0] and not any(same[1:])
 
 
+@pytest.mark.parametrize('pattern', ('F', 'A'))
+def test_groups_of_a_lane_are_apart(pattern):
+  """Of two groups behind tokens of none, each sees these and itself; all have
+  node 0, so their ancestors say nothing."""
+  session, depth = fed(Session(pattern)), [0, 1, 2, 3, 4, 2, 3, 4]
+  text, tokens = list(session.texts[2]), ids(8, 20)
+  more = dict(
+    order=depth, position=[len(text) + d for d in depth],
+    group=[0, 0, 1, 1, 1, 2, 2, 2],
+  )  # fmt: skip
+  paths = [[0], [0, 1], *([0, 1, *range(2, i + 1)] for i in (2, 3, 4))]
+  paths += [[0, 1, *range(5, i + 1)] for i in (5, 6, 7)]
+  kept = [i in paths[7] for i in range(8)]  # the second group
+  lanes = [None, None, (2, tokens, more), None]
+  z = session.step(TREE, lanes, {2: kept})[2]
+  for node, way in enumerate(paths):
+    want = alone(pattern)(text + [tokens[i] for i in way])[-1]
+    assert near(z[node], want), node
+  z = session.step(MIXED, [None, None, (2, ids(1, 23)), *[None] * 4])[2]
+  assert near(z[0], alone(pattern)(session.texts[2])[-1])
+
+
 def test_nodes_are_bits_of_several_words(monkeypatch):
   """70 of them, each of which sees its own path; the first word alone says
   nothing of nodes from 32 on."""

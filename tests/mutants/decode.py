@@ -99,6 +99,14 @@ TABLE = [
     _PACKED + 'test_a_tree_is_every_path_alone[F]',
   ),
   Mutation(
+    'groups',
+    'models/mixers/slots.py',
+    '((other == 0) | (other == own))',
+    '(other >= 0)',
+    'groups of a lane see one another',
+    _PACKED + 'test_groups_of_a_lane_are_apart[F]',
+  ),
+  Mutation(
     'rows_of_lanes',
     'models/mixers/packed.py',
     'row = jnp.where(valid, packed.request, 0)',
