@@ -290,17 +290,17 @@ def copies(generator, decode, vocab, slots=96):
 LAYER = 2 * 2 * 2048 * 32 * 4  # bytes of what `temporaries` keeps of a layer
 
 
-def temporaries(width, sound=True, shared=0):
-  """Bytes of a compiled step of two rows, of `width` tokens each, that are
-  neither arguments nor results, in float32.
+def temporaries(form, sound=True, shared=0, layers=3):
+  """Bytes of a compiled step over two rows that are neither arguments nor
+  results, in float32.
 
-  sound: what is kept depends on the step. shared: ranges of other rows that a
-  request may read.
+  form: or tokens of each row. sound: what is kept depends on the step. shared:
+  ranges of other rows that a request may read. layers: of the model.
   """
-  rows, form = 2, (Group(2, width),)
+  rows, form = 2, ((Group(2, form),) if isinstance(form, int) else form)
   with jax.enable_x64(False):
     config = schema.Model(
-      vocab_size=V, d_model=32, num_heads=2, num_layers=3, d_ff=32
+      vocab_size=V, d_model=32, num_heads=2, num_layers=layers, d_ff=32
     )
     model = decoder.Decoder(config)
     params = jax.eval_shape(
@@ -317,7 +317,7 @@ def temporaries(width, sound=True, shared=0):
       keep = jnp.isfinite(z).all(-1) if sound else jnp.ones(z.shape[:2], bool)
       return z, model.commit(cache, flight, form, keep)
 
-    tokens = step.pack(form, rows, [(r, [0] * width, 9) for r in range(rows)])
+    tokens = step.pack(form, rows, [None] * sum(g.count for g in form))
     cache = jax.eval_shape(empty)
     made = jax.jit(run, donate_argnums=1).lower(params, cache, tokens)
     return made.compile().memory_analysis().temp_size_in_bytes

@@ -11,6 +11,12 @@ products of a step read it in place (pallas_kernels/decode_attention/op.py).
 Mesh axes may share the slots of a row: each shard attends over its own, and the
 parts are joined by lse, too; tokens in flight are whole on every shard.
 
+Up to packed.FEW tokens of every row, a step's temporaries are less than one
+layer's cache. Of more, attention runs blockwise: it copies keys and values, and
+the keys once more, to transpose them: 1.9 of one layer's cache at 9 to 32
+tokens, whatever the number of layers. Lanes that copy their rows out add those
+rows: .97 at one lane of 64 beside two rows (tests/decode/test_packed.py).
+
 All functions take local arrays. Legend: R rows of a cache, n lanes, C tokens of
 a lane, S slots, N heads, K kv heads, H head width (V of values).
 """
@@ -129,21 +135,27 @@ def of_lanes(group, slots, ids, x):
   Those of an own group's rows are not copied. Whatever another request has
   outside of a range is 0, so that not even NaN there reaches its readers.
 
-  x: (n, C, .., ..) of the lanes' tokens in this layer. A copy of shared rows
-    waits for it: XLA makes those of all layers first, and keeps them, if no
-    number depends on x. So a lane that is lost, as x is NaN, reads row 0.
+  x: (n, C, .., ..) of the lanes' tokens in this layer. A copy of rows waits for
+    it: XLA makes those of all layers first, and keeps them, if no number
+    depends on x. So rows are the maximum with -1 or 0, which x says.
   """
   if group.fresh:
     return []
   own, *shared = ranges(group, ids)
-  out = [slots if group.own else [y[own.row[:, 0]] for y in slots]]
+  late = lambda one: jnp.maximum(one.row[:, 0], -_lost(x)[:, 0, 0, 0])
+  out = [slots if group.own else [y[late(own)] for y in slots]]
   for one in shared:
-    row = jnp.where(jnp.isnan(x[:, 0, 0, 0]), 0, one.row[:, 0])
+    row = late(one)
     size = slots[0].shape[2]
     at = part_of(size).first + jnp.arange(size)
     ok = (at >= one.begin[:, :1]) & (at < one.length[:, :1])
     out.append([jnp.where(ok[:, None, :, None], y[row], 0) for y in slots])
   return out
+
+
+def _lost(x):
+  """(n, 1, 1, 1) int32: 1 where a lane's first token is NaN, else 0."""
+  return jnp.isnan(x[:, :1, :1, :1]).astype(jnp.int32)
 
 
 def joined(group, how, q, old, ids, part):
@@ -257,7 +269,9 @@ def _committed(how, q, k, v, ids, part, beside=None):
   if q.shape[1] <= packed.FEW:
     far = decode_attention.decode_attention(q, k, v, mask, segments, order)
   else:
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    # Blockwise attention copies the slots, in this layer alone (`of_lanes`).
+    wait = lambda x: jnp.where(_lost(q) > 0, jnp.nan, x)
+    k, v = wait(k).swapaxes(1, 2), wait(v).swapaxes(1, 2)
     far = attention_op.attention(q, k, v, mask, segments, order, impl=impl)
   return _beside(mask, q, far, beside)
 

@@ -366,6 +366,24 @@ def test_no_step_copies_the_cache(width):
   assert temporaries() < decode_cases.LAYER < temporaries(sound=False)
 
 
+# Layers' caches that a step may take, which are copies of one layer's.
+WIDE = {
+  '9': (9, 2), '32': (32, 2), 'tree of 12': ((Group(2, 12, tree=True),), 2),
+  'scheduler': ((Group(2, 1), Group(1, 64, own=False)), 1),
+  'copied row': ((Group(1, 3, own=False),), 0.6),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize('name', WIDE)
+def test_a_wide_step_copies_one_layer_at_a_time(name):
+  """Of three more layers it takes what their tokens in flight are."""
+  form, bound = WIDE[name]
+  few, more = (decode_cases.temporaries(form, layers=n) for n in (3, 6))
+  assert few < bound * decode_cases.LAYER
+  assert more - few < decode_cases.LAYER / 4
+
+
 REFUSED = {
   'rows': (lambda: packed.plan(
     (Group(3, 1),), step.pack((Group(3, 1),), R, [None] * 3),

@@ -99,6 +99,14 @@ TABLE = [
     _PACKED + 'test_a_tree_is_every_path_alone[F]',
   ),
   Mutation(
+    'slots_of_all_layers',
+    'models/mixers/slots.py',
+    'wait = lambda x: jnp.where(_lost(q) > 0, jnp.nan, x)',
+    'wait = lambda x: x',
+    'a step of many tokens copies the slots of all layers at once',
+    _PACKED + 'test_a_wide_step_copies_one_layer_at_a_time[9]',
+  ),
+  Mutation(
     'groups',
     'models/mixers/slots.py',
     '((other == 0) | (other == own))',
