@@ -150,7 +150,7 @@ def _model(full, sizes, asked):
     model,
     vocab_size=vocab,
     mask_id=min(model.mask_id, vocab - 1),
-    block=shorter(model.block),
+    block=min(shorter(model.block), length),
     d_model=_size(model.d_model, 32, devices),
     num_layers=few,
     groups=few // model.group_layers if model.groups else 0,

@@ -66,6 +66,13 @@ def check(config):
       f'{says} wants model.visibility=block and model.block tokens; the model '
       f'has model.visibility={model.visibility}.'
     )
+  length = config.data.sequence_length
+  if config.train.objective == 'block' and model.block > length:
+    raise errors.UserError(
+      f'{says}: model.block={model.block} is more than data.sequence_length='
+      f'{length} tokens of a row, so no block would stand behind another one: '
+      f'take at most {length}, or longer rows.'
+    )
   if not 0 <= model.mask_id < model.vocab_size:
     raise errors.UserError(
       f'{says}: model.mask_id={model.mask_id} is no id of model.vocab_size='

@@ -142,6 +142,12 @@ def test_structure_is_kept():
   assert small(wide, dict(data=8)).model.window >= 64  # as if there were none
 
 
+@pytest.mark.parametrize('block, wanted', [(4096, 64), (512, 24), (0, 0)])
+def test_a_block_is_the_row_or_less(block, wanted):
+  found = small(config_of(visibility='block', block=block), dict(data=8))
+  assert found.data.sequence_length == 64 and found.model.block == wanted
+
+
 @pytest.mark.parametrize(
   'changes, mesh, choices, text',
   [

@@ -295,6 +295,8 @@ def test_a_run_refuses_a_mask_of_text(tiny):
   ('masked', dict(visibility='full'), 'model.mask_id=-1 is no id'),
   ('masked', dict(visibility='full', mask_id=301), 'vocab_size=301'),
   ('block', dict(visibility='full', mask_id=3), 'wants model.visibility=block'),
+  ('block', dict(visibility='block', block=257, mask_id=3),
+   'model.block=257 is more than data.sequence_length=256'),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(train, model, words):
   config = schema.view(
