@@ -54,6 +54,7 @@ READ_BY = {
   'drafts': tuple(n for n in METHODS if n not in ('autoregressive', *CHANGING)),
   'draft_layers': OF_LAYERS,
   'draft_group': ('easyspec',),
+  'judge': tuple(n for n in METHODS if n not in CHANGING),
   'unmask': MASKED,
   'wavefront': ('wavefront',),
 }

@@ -8,6 +8,10 @@ Score of a mask, 0 to 1, of the model's own probabilities p, sorted p1 >= p2:
     random      a number of its own               (as masks fall in training)
     filter      what a trained filter makes of the confidences (filters.py)
 
+At a temperature above 0 every policy draws. One whose score is of the drawn
+token (confidence, filter) then keeps likely draws and draws the others again:
+even one token a call is not from the model's own distribution.
+
 The score of an end may be less in the beginning, and rise to its own with the
 share of the canvas that is text: times end_weight (1 - share) + share (EOSER,
 arXiv:2509.23924, section 3), as ends are drawn early and cut what is before

@@ -380,6 +380,10 @@ def test_damage_falls_back_and_is_reported(run, workdir, tmp_path, whole):
     (['--drafts=8'], 'decode.drafts is .*, ppd, not autoregressive'),
     (['--drafts=8', '--method=wavefront'], 'drafts is .*, not wavefront'),
     (
+      ['--judge=typical', '--method=unmask', '--temperature=0'],
+      'decode.judge is read by .*, ppd, not unmask',
+    ),
+    (
       ['--config.decode.unmask.tokens=2'],
       'decode.unmask.tokens is read by decode.method=unmask, not autoreg',
     ),
