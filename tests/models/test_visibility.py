@@ -8,6 +8,7 @@ import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
 import module_cases
 import numpy as np
 import pytest
@@ -92,9 +93,13 @@ def _model(form):
 
 
 def _features(model, params, tokens_BT):
+  return np.asarray(_traced(model, params, tokens_BT))
+
+
+def _traced(model, params, tokens_BT):
   ones = np.ones_like(tokens_BT)
   batch = batch_lib.Batch(tokens_BT, None, ones, ones.cumsum(1) - 1, None, None)
-  return np.asarray(model.features(params, batch)[0])
+  return model.features(params, batch)[0]
 
 
 @pytest.mark.parametrize('form', FORMS)
@@ -160,22 +165,38 @@ def test_blocks_over_slots_are_the_row(width):
 @pytest.mark.parametrize('shift', [False, True], ids=['here', 'shift'])
 def test_a_pair_of_rows_is_every_block_behind_clean_ones(shift):
   """Block diffusion: what one pass trains is what decoding computes, block by
-  block, and no feature depends on a masked block before it."""
+  block, and no feature depends on a masked block before it. So for the
+  gradient, to which a clean row adds what blocks behind it read of it."""
   fields = SMALL | FORMS['block'] | dict(mask_id=MASK, mask_shift=shift)
   config = schema.view(dict(model=fields)).model
   plain, paired = decoder.Decoder(config), decoder.Decoder(config, pairs=True)
   params, rng = module_cases.parameters(plain, 0.4), np.random.default_rng(2)
   ids, hidden = rng.integers(0, MASK, (2, 18)), rng.random((2, 18)) < 0.5
-  found = _features(paired, params, np.where(hidden, -1 - ids, ids))
   noisy = np.where(hidden, MASK, ids)
+  c = rng.normal(size=(2, 18, 16))
+
+  def one(params):
+    x = _traced(paired, params, np.where(hidden, -1 - ids, ids))
+    return (x * c).sum(), x
+
+  def by_blocks(params):
+    parts = []
+    for first in range(0, 18, 5):
+      row = np.concatenate([ids[:, :first], noisy[:, first : first + 5]], 1)
+      x = _traced(plain, params, row)[:, first:]
+      clean = _traced(plain, params, ids[:, : first + 5])[:, first:]
+      if shift and x.shape[1] == 5:  # it predicts the next block's first token
+        x = jnp.concatenate([x[:, :-1], clean[:, -1:]], 1)
+      parts.append((x, clean))
+    x, clean = (jnp.concatenate(p, 1) for p in zip(*parts, strict=True))
+    return (x * c).sum(), (x, clean)
+
+  got, found = jax.jit(jax.grad(one, has_aux=True))(params)
+  wanted, (want, clean) = jax.jit(jax.grad(by_blocks, has_aux=True))(params)
   for first in range(0, 18, 5):
-    row = np.concatenate([ids[:, :first], noisy[:, first : first + 5]], 1)
-    want = _features(plain, params, row)[:, first:].copy()
-    clean = _features(plain, params, ids[:, : first + 5])[:, first:]
-    assert np.abs(want - clean).max() > 1e-3
-    if shift and want.shape[1] == 5:  # it predicts the next block's first token
-      want[:, -1] = clean[:, -1]
-    np.testing.assert_allclose(found[:, first : first + 5], want, atol=1e-12)
+    assert np.abs(want - clean)[:, first : first + 5].max() > 1e-3
+  np.testing.assert_allclose(found, want, atol=1e-12)
+  support.close(got, wanted, 1e-12)
 
 
 def test_terms_of_experts_are_means_over_both_rows_of_a_pair():

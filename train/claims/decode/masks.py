@@ -113,7 +113,8 @@ def _drawn(config, row, nats, steps):
 
 def behind_clean(run, *, changes, length, within):
   """EQ: features of block diffusion's pairs of rows, and of plain rows of the
-  clean blocks before a block and this one with its masks, block by block.
+  clean blocks before a block and this one with its masks, block by block; and
+  the gradients of a weighted sum of them.
 
   Args:
     changes: {'section.field': value}. length: of two rows.
@@ -129,27 +130,45 @@ def behind_clean(run, *, changes, length, within):
     ids = rng.integers(0, config.mask_id, (2, length))
     hidden = rng.random(ids.shape) < 0.5
     noisy, size = np.where(hidden, config.mask_id, ids), config.block
-    found = _features(paired, params, np.where(hidden, -1 - ids, ids))
-    gaps = {}
-    for first in range(0, length, size):
-      here = slice(first, first + size)
-      row = np.concatenate([ids[:, :first], noisy[:, here]], 1)
-      want = _features(plain, params, row)[:, first:]
-      if config.mask_shift and want.shape[1] == size:
-        clean = _features(plain, params, ids[:, : first + size])
-        want = np.concatenate([want[:, :-1], clean[:, -1:]], 1)
-      gaps[f'block {first // size}'] = experiment.gap(found[:, here], want)
+    weights = rng.normal(size=(*ids.shape, config.d_model))
+
+    def one(params):
+      x = _features(paired, params, np.where(hidden, -1 - ids, ids))
+      return (x * weights).sum(), x
+
+    def by_blocks(params):
+      parts = []
+      for first in range(0, length, size):
+        row = [ids[:, :first], noisy[:, first : first + size]]
+        x = _features(plain, params, np.concatenate(row, 1))[:, first:]
+        if config.mask_shift and x.shape[1] == size:
+          clean = _features(plain, params, ids[:, : first + size])
+          x = jnp.concatenate([x[:, :-1], clean[:, -1:]], 1)
+        parts.append(x)
+      x = jnp.concatenate(parts, 1)
+      return (x * weights).sum(), x
+
+    grads, found = jax.jit(jax.grad(one, has_aux=True))(params)
+    wanted, want = jax.jit(jax.grad(by_blocks, has_aux=True))(params)
+  gaps = {f'gradient of {p}': experiment.gap(grads[p], wanted[p])
+          for p in params}  # fmt: skip
+  for first in range(0, length, size):
+    here = slice(first, first + size)
+    gaps[f'block {first // size}'] = experiment.gap(
+      found[:, here], want[:, here]
+    )
   return experiment.equal(
     gaps, within,
     f'2 rows of {length} tokens in blocks of {size}, half of them masked, '
-    'float64, random parameters; one pass against one for each block',
+    'float64, random parameters; features and gradients of one pass against '
+    'those of one for each block',
   )  # fmt: skip
 
 
 def _features(model, params, ids):
   ones = np.ones_like(ids)
   rows = experiment.rows_of(ids, ones, ones.cumsum(1) - 1)
-  return np.asarray(model.features(params, rows)[0])
+  return model.features(params, rows)[0]
 
 
 def _gaps(read, config, prompt, result, width):
