@@ -58,6 +58,12 @@ def _draw(found, rows, path):
   return figures.save(fig, path)
 
 
+def label(name, config) -> str:
+  """Of a family; bits per byte of masks are a bound (run/evaluate.py)."""
+  bound = config.train.objective != 'next_token'
+  return f'{name} (upper bound)' if bound else name
+
+
 def train(run, configs, seeds, folder=None):
   """({family: [bits per byte of each seed]}, most CPU-seconds), drawn.
 
@@ -73,8 +79,10 @@ def train(run, configs, seeds, folder=None):
 def drawn(run, trainings, path):
   """As `train`, of {family: [ablation.Training of each seed]}."""
   found = ablation.numbers(trainings, 'bits_per_byte')
-  rows = {n: metrics.read(t[-1].folder) for n, t in trainings.items()}
-  run.say(f'wrote {_draw(found, rows, path)}')
+  named = {n: label(n, t[0].config) for n, t in trainings.items()}
+  rows = {named[n]: metrics.read(t[-1].folder) for n, t in trainings.items()}
+  shown = {named[n]: row for n, row in found.items()}
+  run.say(f'wrote {_draw(shown, rows, path)}')
   return found, ablation.cpu_seconds(trainings)
 
 
@@ -107,16 +115,21 @@ def tokens(config) -> int:
 
 
 def _learned(run, families, fields, seeds):
-  """({family: [bits per byte]}, seconds, findings that all are below their
-  `unigram`, what was read) of trainings as `learn` has them."""
+  """({label: [bits per byte]}, seconds, findings that all are below their
+  `unigram`, what was read, {family: `label`}) of trainings as `learn` has
+  them."""
   configs = {
     n: experiment.fields(run.config, fields, f) for n, f in families.items()
   }
   bounds = {n: round(unigram(c), 3) for n, c in configs.items()}
   found, seconds = train(run, configs, seeds)
+  named = {n: label(n, c) for n, c in configs.items()}
   read = {f'{tokens(c):,}' for c in configs.values()}
-  below = [ablation.at_most(n, found[n], bounds[n], seconds) for n in families]
-  return found, seconds, below, f'{", ".join(sorted(read))} tokens'
+  below = [
+    ablation.at_most(named[n], found[n], bounds[n], seconds) for n in families
+  ]
+  found = {named[n]: row for n, row in found.items()}
+  return found, seconds, below, f'{", ".join(sorted(read))} tokens', named
 
 
 def _outcome(run, found, findings, read, seconds):
@@ -141,8 +154,10 @@ def learn(run, *, families, fields, seeds, better):
     seeds: of the trainings.
     better: list of [name, name, by]: the first has fewer by more than so many.
   """
-  found, seconds, below, read = _learned(run, families, fields, seeds)
-  more = [ablation.less(found, a, b, by, seconds) for a, b, by in better]
+  found, seconds, below, read, named = _learned(run, families, fields, seeds)
+  more = [
+    ablation.less(found, named[a], named[b], by, seconds) for a, b, by in better
+  ]
   return _outcome(run, found, below + more, read, seconds)
 
 
@@ -153,7 +168,8 @@ def near(run, *, families, fields, seeds, within):
     families, fields, seeds: as of `learn`.
     within: list of [name, name, share]: the first has at most so much more.
   """
-  found, seconds, below, read = _learned(run, families, fields, seeds)
+  found, seconds, below, read, named = _learned(run, families, fields, seeds)
+  pairs = [(named[a], named[b], share) for a, b, share in within]
   more = [
     ablation.at_most(
       f'{a} above {b}, as a share,',
@@ -161,6 +177,6 @@ def near(run, *, families, fields, seeds, within):
       share,
       seconds,
     )
-    for a, b, share in within
+    for a, b, share in pairs
   ]
   return _outcome(run, found, below + more, read, seconds)

@@ -13,6 +13,7 @@ import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.train.plot import figures
+from paraxis.train.run import evaluate
 from paraxis.train.run import metrics
 
 NAME = 'loss.png'
@@ -96,7 +97,8 @@ def _held_out(rows):
   bits = curve(rows, 'eval/bits_per_byte')[1]
   text = f'{points[-1]:.3f}' if held.size else ''
   if held.size and bits.size:
-    text += f' ({bits[-1]:.3f} bits per byte)'
+    bound = curve(rows, evaluate.BOUND)[1].size
+    text += f' ({bits[-1]:.3f} bits per byte{", upper bound" if bound else ""})'
   return held, points, text
 
 

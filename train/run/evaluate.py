@@ -21,6 +21,8 @@ from paraxis.sharding import meeting
 from paraxis.sharding.meter import compiling
 from paraxis.train.run import metrics
 
+BOUND = 'eval/bits_per_byte_bound'  # there where bits per byte are such a bound
+
 
 def missed(workdir, step, train) -> bool:
   """Whether a run that resumes at a step has not evaluated it, and was to.
@@ -67,6 +69,8 @@ class Evaluation(NamedTuple):
     each = {f'eval/{d}/bits_per_byte': v for d, v in self.domains.items()}
     each |= {f'eval/{d}/loss': v for d, v in self.losses.items()}
     both = {'eval/loss': self.loss, 'eval/bits_per_byte': self.bits_per_byte}
+    if self.bound:  # beside it: a reader of one name sees all runs
+      both[BOUND] = self.bits_per_byte
     if self.mean:
       both['eval/mean/bits_per_byte'] = self.mean.bits_per_byte
       both['eval/spread'] = self.spread

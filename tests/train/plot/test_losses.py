@@ -111,6 +111,14 @@ def test_held_out_text_is_on_the_scale_of_the_loss(tmp_path, monkeypatch):
   assert len(ax.figure.axes) == 1 + len(plot.PANELS)
 
 
+def test_a_bound_is_named_so():
+  row = {'eval/loss': 4.0, 'eval/bits_per_byte': 2.0}
+  assert plot._held_out({1: row})[2] == '4.000 (2.000 bits per byte)'
+  row['eval/bits_per_byte_bound'] = 2.0
+  words = '4.000 (2.000 bits per byte, upper bound)'
+  assert plot._held_out({1: row})[2] == words
+
+
 def test_numbers_are_in_the_legend_and_not_on_a_curve(tmp_path, monkeypatch):
   runs = [_run(tmp_path / 'a'), _run(tmp_path / 'b', held=False)]
   for some, wanted in (
