@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import module_cases
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from paraxis.decode.certify import cases
 from paraxis.decode.drafts import distill
 from paraxis.decode.drafts import heads
 from paraxis.decode.evaluate import score
+from paraxis.decode.unmask import canvas
 from paraxis.decode.unmask import filters
 from paraxis.models import batch as batch_lib
 from paraxis.train import draft
@@ -250,6 +252,56 @@ def test_a_filter_is_of_its_canvas(tmp_path):
   heads.save(tmp_path / 'other.npz', other, FILTER)
   with support.refused('another tokenizer', 'another model'):
     run(file=str(tmp_path / 'other.npz'), score='filter')
+
+
+@pytest.fixture
+def oracle(monkeypatch):
+  """-> (texts (N, S)): a filter that knows from then on which draws are the
+  texts'."""
+
+  def use(texts):
+    wanted = jnp.pad(jnp.asarray(texts), ((0, 0), (0, 4)))
+    drawn, hits = canvas.Unmask._drawn, []
+
+    def seen(self, z, own, draws):
+      tokens, noise = drawn(self, z, own, draws)
+      hits.append(tokens == canvas.window(wanted, own.at, self.width))
+      return tokens, noise
+
+    knows = lambda own, c, masks: hits.pop().astype(jnp.float32)
+    monkeypatch.setattr(canvas.Unmask, '_drawn', seen)
+    monkeypatch.setattr(filters, 'score', knows)
+
+  return use
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('policy', ['filter'])
+def test_a_filter_that_knows_the_end_takes_the_calls_of_the_oracle(
+  form, options, oracle
+):
+  """But where no draw is right: it takes one, where the oracle is told."""
+  made = generator.__wrapped__(form)  # nothing that it compiles is kept
+  prompts = np.random.default_rng(3).integers(0, MASK, (8, 4)).tolist()
+  plainly = made.generate(prompts, unmask=dict(block=4))
+  texts = np.append(prompts, [r['tokens'] for r in plainly], 1)
+  logits, fewer = _logits(form, False), 0
+
+  def read(rows):
+    z = np.stack([logits(x) for x in rows])
+    z[..., MASK] = -np.inf
+    return z.argmax(-1), np.asarray(jax.nn.softmax(z).max(-1))
+
+  oracle(texts)
+  results = made.generate(prompts, **options)
+  for text, result in zip(texts, results, strict=True):
+    calls, records = filters.guided(read, text[None], 4, 4, MASK)
+    if records.right.any(1).all():
+      commits = 3 if form == 'block' else 0  # of 14 tokens
+      assert result['calls'] == calls[0] + commits
+      assert result['tokens'] == text[4:].tolist()
+      fewer += calls[0] < 10
+  assert fewer >= 5
 
 
 def test_an_end_without_weight_comes_last():
