@@ -11,7 +11,7 @@
     trajectory  of every call the canvas as it was, and the tokens that it made
                 final (CJ-GRPO, arXiv:2509.23924, section 5):
 
-                  - mean over calls, mean over tokens of
+                  - mean over texts, over calls of each, over tokens of
                     min(r A, clip(r, 1 - CLIP, 1 + CLIP) A),
                   r = p(token | canvas) / p when it was drawn
 
@@ -132,20 +132,26 @@ def certainty(z, ids, masked, weight):
   return nll + weight * _mean(entropy, right)
 
 
-def trajectory(z, ids, taken, old, advantage):
+def trajectory(z, ids, taken, old, advantage, text):
   """(loss, largest |r - 1|) of rows that are canvases before a call.
 
   Args:
     z: (N, S, V). ids: (N, S) int32. taken: (N, S) bool, tokens that the call
       made final; a row without any is of a text that has ended. old: (N, S),
-      their log probabilities when they were drawn. advantage: (N,).
+      their log probabilities when they were drawn. advantage: (N,). text: (N,)
+    int32, which of at most N texts a row is of: all weigh alike, however many
+    calls they took.
   """
   picked = jnp.take_along_axis(jax.nn.log_softmax(z), ids[..., None], -1)
   ratio = jnp.exp(jnp.where(taken, picked[..., 0] - old, 0))
   a = advantage[:, None]
   gain = jnp.minimum(ratio * a, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * a)
   each = jnp.where(taken, gain, 0).sum(1) / jnp.maximum(taken.sum(1), 1)
-  return -_mean(each, taken.any(1)), jnp.where(taken, abs(ratio - 1), 0).max()
+  live = taken.any(1)
+  calls = jnp.zeros(len(live)).at[text].add(live)
+  mean = jnp.where(live, each / jnp.maximum(calls[text], 1), 0).sum()
+  loss = -mean / jnp.maximum((calls > 0).sum(), 1)
+  return loss, jnp.where(taken, abs(ratio - 1), 0).max()
 
 
 def _mean(x, part):

@@ -52,6 +52,7 @@ def test_trajectory_is_a_loop():
   old = np.log(RNG.uniform(0.05, 0.9, (3, 5)))
   gain = np.array([1.0, -0.5, 2.0])
   rows, ratios = [], []
+  text = np.array([1, 0, 1])  # two calls of one text, one of the other
   for i in range(3):
     each = []
     for j in np.flatnonzero(PART[i]):
@@ -59,13 +60,13 @@ def test_trajectory_is_a_loop():
       clipped = min(max(r, 1 - tuning.CLIP), 1 + tuning.CLIP)
       each.append(min(r * gain[i], clipped * gain[i]))
       ratios.append(abs(r - 1))
-    rows += [np.mean(each)] if each else []
-  loss, off = tuning.trajectory(Z, IDS, PART, old, gain)
-  np.testing.assert_allclose(
-    [loss, off], [-np.mean(rows), max(ratios)], rtol=1e-4
-  )
+    rows.append(np.mean(each))
+  loss, off = tuning.trajectory(Z, IDS, PART, old, gain, text)
+  want = np.mean([np.mean([rows[0], rows[2]]), rows[1]])
+  assert abs(want - np.mean(rows)) > 1e-2
+  np.testing.assert_allclose([loss, off], [-want, max(ratios)], rtol=1e-4)
   ended = np.where([[1], [1], [0]], PART, False)  # of the third text
-  nothing, _ = tuning.trajectory(Z, IDS, ended, old, gain)
+  nothing, _ = tuning.trajectory(Z, IDS, ended, old, gain, text)
   np.testing.assert_allclose(nothing, -np.mean(rows[:2]), rtol=1e-4)
 
 

@@ -385,7 +385,7 @@ def update_rewarded(made, tuner, ask, learned, seed):
   with build.use(made.built):
     return tuner.step(
       canvas, texts.there[text], texts.ids[text], taken, texts.logprobs[text],
-      gains[text],
+      gains[text], text,
     )  # fmt: skip
 
 
