@@ -6,7 +6,7 @@ test: tests/models/test_frames.py, tests/train/claims/decode/test_one_pass.py
 run: paraxis reproduce paraformer
 cost: 900 CPU-seconds
 expect: EQ integrate-and-fire as one product equals the loop over frames within
-  1e-13, float64, tokens and their number. LEARN, 3 seeds: one pass has 5.0%
+  2e-14, float64, tokens and their number. LEARN, 3 seeds: one pass has 5.0%
   edits a token (4.7 to 5.2), a causal decoder behind the same encoder, a pass
   for every token, 5.2% (4.8 to 5.7); at most 2 points more were asked.
   Glancing, NOT REPRODUCED: 5.02% where tokens are shown in training, 5.06%
@@ -35,7 +35,8 @@ def claims():
   """What `paraxis reproduce paraformer` checks."""
   from paraxis.train.claims.decode import one_pass
 
-  loop = dict(check=one_pass.as_a_loop, rows=16, length=40, within=1e-13)
+  # Sums of weights are rounded as numbers up to 40 are: 2 x 40 eps.
+  loop = dict(check=one_pass.as_a_loop, rows=16, length=40, within=2e-14)
   beside = dict(check=one_pass.beside, on=ON, model='fired', by=0.02)
   shown = dict(
     check=one_pass.fewer_edits, on=ON, models=['fired', 'unshown'],
