@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from paraxis.configs import cppd
 from paraxis.configs import paraformer
 from paraxis.configs import presets
 from paraxis.configs import schema
@@ -120,10 +121,29 @@ def test_a_claim_has_both_and_its_trainings(tmp_path):
     task='symbols', fields={'train.steps': 2, 'train.batch_size': 2,
     'optimizer.warmup_steps': 1}, seeds=[0], rows=4,
   )  # fmt: skip
-  found = one_pass.beside(_run(tmp_path), on=on, model='fired', by=2.0)
+  found = one_pass.beside(
+    _run(tmp_path), on=on, model='fired', by=2.0, at_most=2.0
+  )
+  assert found.passed
   assert '1 pass of the decoder against 8' in found.caveat
   records = sorted(p.parent.name for p in tmp_path.rglob('training.json'))
   assert records == ['causal-0', 'fired-0']
+
+
+def test_one_pass_is_beside_what_has_learned(monkeypatch, tmp_path):
+  """As bad as a decoder that knows nothing is not within a claim."""
+  errors = dict(causal=[0.06, 0.05, 0.07], fired=[0.07, 0.06, 0.07])
+  made = lambda run, name, make, on: (
+    dict(error=errors[name], length=[1.0] * 3), 1.0
+  )  # fmt: skip
+  monkeypatch.setattr(on_frames, 'trained', made)
+  claims = [dict(c[2]) for c in (*paraformer.claims(), *cppd.claims())]
+  claims = [c | dict(model='fired') for c in claims
+            if c['check'] is one_pass.beside]  # fmt: skip
+  ask = lambda check, **given: check(_run(tmp_path), **given)
+  assert len(claims) == 2 and all(ask(**c).passed for c in claims)
+  errors |= dict(causal=[0.5, 0.6, 0.6], fired=[0.1, 0.1, 0.1])
+  assert not any(ask(**c).passed for c in claims)
 
 
 def _first_losses(*kinds):
