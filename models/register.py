@@ -91,7 +91,7 @@ def _like(letter, cls, like):
     return like
   base = next((c for c in cls.__mro__ if c in ours.values()), None)
   found = [k for k, m in ours.items() if m is base]
-  if len(found) > 1:
+  if base and len(found) > 1:
     rows = ', '.join(f'{k} ({mixers.TABLE[k].word})' for k in found)
     raise errors.UserError(
       f'{says}: {base.__name__} is the class of {rows}: say which positions '
