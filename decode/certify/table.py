@@ -16,7 +16,8 @@ its bound, what was measured, and where:
     MESH = one device    by virtual devices; REFUSED, by the engine itself, is
                          no failure
     greedy METHOD        the text of decoding one by one, token for token, and
-                         that one the likeliest tokens without a cache
+                         that one the likeliest tokens without a cache; 'no
+                         draft kept': it shows nothing of the method
     judge JUDGE          the joint of LONG tokens is the model's, by chi-square
 
 Where a mixer declares that its steps are not its whole pass (protocol.py), a

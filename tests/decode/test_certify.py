@@ -21,6 +21,7 @@ from paraxis.decode import methods
 from paraxis.decode.certify import cases
 from paraxis.decode.certify import properties
 from paraxis.decode.certify import table
+from paraxis.decode.drafts import drafters
 from paraxis.models import layer
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import gated_linear
@@ -222,6 +223,36 @@ def test_a_judge_that_keeps_too_much_is_found(monkeypatch):
   rows = proven('F', properties.methods)
   assert [row.word for row in rows] == ['PASS', 'FAIL']
   assert rows[1].measured >= 1 and rows[1].worst.startswith('row ')
+
+
+def test_a_method_of_which_no_draft_is_kept_is_said(monkeypatch):
+  def none(z, drafts, draws, tree):
+    none = drafts._replace(valid=drafts.valid & False)
+    return judges.replay(z, none, draws, tree)
+
+  lookup = {'autoregressive': (), 'prompt_lookup': ()}
+  monkeypatch.setattr(properties, 'METHODS', lookup)
+  said = lambda: proven('F', properties.methods)[1].worst
+  assert said().endswith(' a call')
+  monkeypatch.setitem(judges.JUDGES, 'replay', judges.Judge(True, True, none))
+  assert said() == 'no draft kept'
+
+
+def test_layers_draft_side_by_side_where_there_are_enough(monkeypatch):
+  """Else the drafts of EasySpec are exact."""
+  easy = {'autoregressive': (), 'easyspec': ()}
+  monkeypatch.setattr(properties, 'METHODS', easy)
+  groups, real = [], drafters.EasySpec.__init__
+
+  def made(self, draft, width, together, coupled):
+    groups.append((draft.model.config.num_layers, together))
+    real(self, draft, width, together, coupled)
+
+  monkeypatch.setattr(drafters.EasySpec, '__init__', made)
+  for layers, group in ((2, 1), (3, 2)):
+    row = proven('F', properties.methods, changes={'model.num_layers': layers})
+    assert row[1].word == 'PASS' and groups == [(group, group)]
+    groups.clear()
 
 
 def test_a_judge_of_another_distribution_is_found(monkeypatch):
