@@ -6,6 +6,8 @@ models, in the folder SHARED beside their results; a config whose training
 differs trains its own.
 """
 
+import math
+
 import numpy as np
 
 from paraxis.train.claims import ablation
@@ -66,7 +68,7 @@ def answered(made, task, asked, n, policy, **options):
 
 
 def answers(made, task, operation, n, policy, rows, seed=0, temperature=1.0):
-  """[(right, lists.chances, calls)] of new lists of n items."""
+  """[(right, lists.chances, calls, `correlation`)] of new lists of n items."""
   asked = questions(task, operation, n, rows, seed)
   found = answered(
     made, task, asked, n, policy, trace=True, temperature=temperature, seed=seed
@@ -76,9 +78,32 @@ def answers(made, task, operation, n, policy, rows, seed=0, temperature=1.0):
       lists.is_right(task, operation, x, r['tokens']),
       lists.chances(task, operation, x, drawn(r['trace'])),
       r['calls'],
+      correlation(operation, r['trace'].final.sum(1).tolist()),
     )
     for (_, x), r in zip(asked, found, strict=True)
   ]
+
+
+def correlation(operation, counts) -> float:
+  """Nats that calls of so many tokens lose: the sum of the conditional total
+  correlations of what is drawn together, its expectation over right answers.
+
+    shuffle   ln(m^k (m - k)! / m!),  k tokens of m open places
+    replace   m / n (k H(1/m, 1 - 1/m) - H(1/m, .., 1/m, 1 - k/m)),  m / n: of n
+              tokens none is replaced yet
+
+  (ParallelBench, arXiv:2510.04767, section 3.) One that knows all is right with
+  probability exp(- this) at least, with shuffles exactly (`lists.ceiling`).
+  """
+  n = left = sum(counts)
+  total, of = 0.0, lambda x: x * math.log(x) if x else 0.0
+  for k in filter(None, counts):
+    if operation == 'shuffle':
+      total += k * math.log(left) - math.log(math.perm(left, k))
+    elif operation == 'replace':
+      total += (k * (of(left) - of(left - 1)) - of(left) + of(left - k)) / n
+    left -= k
+  return total
 
 
 def drawn(trace):

@@ -3,6 +3,7 @@
 Legend: n items, k tokens that a call draws.
 """
 
+import collections
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from paraxis.train.claims import lists
+from paraxis.train.claims import on_lists
 from paraxis.train.claims import tasks
 
 TASK = tasks.make('lists', least=4, most=8, items=12)
@@ -104,6 +106,39 @@ def test_ceilings_are_those_of_a_model_that_knows_all(operation, counts):
   want = chance({}, order, counts)
   assert abs(lists.ceiling(operation, counts) - want) < 1e-12
   assert (want == 1) == (counts == [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize('counts', [[4], [1, 1, 1, 1], [2, 0, 2], [1, 3]])
+@pytest.mark.parametrize('operation', ['copy', 'shuffle', 'replace'])
+def test_correlations_are_sums_over_right_answers(operation, counts):
+  """Entropies of tokens alone less that of a call's tokens, given those of
+  calls before, weighted by how many right answers have these."""
+  items = (0, 1, 2, 3)
+  every = [items] if operation == 'copy' else [
+    *itertools.permutations(items)
+  ] if operation == 'shuffle' else [
+    tuple(-1 if i == j else x for i, x in enumerate(items)) for j in range(4)
+  ]  # fmt: skip
+
+  def entropy(rows):
+    share = np.unique(rows, axis=0, return_counts=True)[1] / len(rows)
+    return -(share * np.log(share)).sum()
+
+  want, done = 0.0, 0
+  for k in counts:
+    groups = collections.defaultdict(list)
+    for answer in every:
+      groups[answer[:done]].append(answer[done : done + k])
+    for rows in map(np.array, groups.values()):
+      alone = sum(entropy(rows[:, [i]]) for i in range(k))
+      together = entropy(rows) if k else 0.0
+      want += len(rows) / len(every) * (alone - together)
+    done += k
+  found = on_lists.correlation(operation, counts)
+  assert abs(found - want) < 1e-12
+  likely = lists.ceiling(operation, counts)
+  gap = likely - math.exp(-found)
+  assert abs(gap) < 1e-12 if operation == 'shuffle' else gap >= -1e-12
 
 
 def test_ceilings_in_closed_form():

@@ -14,8 +14,8 @@ from paraxis.train.claims.decode import canvases
 POLICIES = {'one by one': {}, 'all at once': dict(tokens=4)}
 
 
-def _run(tmp_path):
-  return harness.Run(schema.Config(), tmp_path / 'own', lambda line: None)
+def _run(tmp_path, say=lambda line: None):
+  return harness.Run(schema.Config(), tmp_path / 'own', say)
 
 
 def _ideal(rng, operation, n, places):
@@ -86,13 +86,13 @@ def test_places_taken_for_what_was_drawn_are_above():
   assert share > most and above > 3
 
 
-def _ceilings(tmp_path, **more):
+def _ceilings(tmp_path, say=lambda line: None, **more):
   given = dict(
     task=unmask_cases.TASK, fields=unmask_cases.FIELDS, policies=POLICIES,
     shown=[], lists_of=[[4], 8],
     learned=[0.9, 0.2], seeds=[0],
   ) | more  # fmt: skip
-  return canvases.ceilings(_run(tmp_path), **given)
+  return canvases.ceilings(_run(tmp_path, say), **given)
 
 
 @pytest.fixture
@@ -108,13 +108,14 @@ def knows_all(monkeypatch):
       for _ in range(rows):
         sure = operation not in ('shuffle', 'replace')
         if sure:
-          out.append((True, [(1.0, True)], n // k))
+          out.append((True, [(1.0, True)], n // k, 0.0))
           continue
         answer, calls = _ideal(rng, operation, n, FIRST(1 if one else k))
         if one:
           calls = [{c: t for call in calls for c, t in call.items()}]
         pairs = lists.chances(ALL, operation, list(range(n)), calls)
-        out.append((all(ok for _, ok in pairs), pairs, n // k))
+        nats = on_lists.correlation(operation, [*map(len, calls)])
+        out.append((all(ok for _, ok in pairs), pairs, n // k, nats))
       return out
 
     models = lambda run, task, fields, seeds: (
@@ -147,7 +148,7 @@ def test_what_is_reported_is_what_is_judged(monkeypatch, tmp_path):
 
   def answers(made, task, operation, n, policy, rows, seed=0, temperature=1):
     del made, task, operation, policy, rows, seed, temperature
-    return [(True, [(0.5, i < kept[n])], 1) for i in range(100)]
+    return [(True, [(0.5, i < kept[n])], 1, 0.0) for i in range(100)]
 
   monkeypatch.setattr(on_lists, 'answers', answers)
   monkeypatch.setattr(on_lists, 'models', lambda *_: ([(None, 1.0)], 9.0))
@@ -158,6 +159,45 @@ def test_what_is_reported_is_what_is_judged(monkeypatch, tmp_path):
   kept[8] = 70
   found = _ceilings(tmp_path, lists_of=[[4, 8], 100])
   assert found.measured == '+4.0 at most' and 'of 8: 4.0' in found.caveat
+
+
+def test_points_have_names_and_those_not_judged_are_hollow(
+  knows_all, monkeypatch, tmp_path
+):
+  knows_all(False)
+  figs, lines = [], []
+  save = lambda fig, path: figs.append(fig)
+  monkeypatch.setattr(canvases.figures, 'save', save)
+  given = dict(lists_of=[[4], 30], shown=['all at once'])
+  _ceilings(tmp_path, lines.append, **given)
+  (fig,) = figs
+  names = [t.get_text() for t in fig.legends[0].get_texts()]
+  assert names == [
+    'one by one', 'all at once (not judged)', 'ceiling of a policy'
+  ]  # fmt: skip
+  for ax in fig.axes:
+    faces = [x.get_markerfacecolor() for x in ax.lines[::2]]
+    assert faces[0] != 'none' and faces[1] == 'none'
+  table = next(x for x in lines if 'all at once' in x)
+  row = next(x for x in table.splitlines() if x.startswith('all at once'))
+  assert row.endswith(f'1.0, {on_lists.correlation("replace", [4]):.2f}')
+
+
+def test_a_model_that_knows_no_replacement_shows_nothing(
+  knows_all, monkeypatch, tmp_path
+):
+  knows_all(False)
+  asked = on_lists.answers
+
+  def wrong(made, task, operation, *more):
+    found = asked(made, task, operation, *more)
+    return [(operation != 'replace', *x[1:]) for x in found]
+
+  given = dict(lists_of=[[4], 300], seeds=[0, 1, 2])
+  assert _ceilings(tmp_path, **given).passed
+  monkeypatch.setattr(on_lists, 'answers', wrong)
+  found = _ceilings(tmp_path, **given)
+  assert not found.passed and 'at least 0.0% right' in found.caveat
 
 
 def test_a_model_that_has_not_learned_shows_nothing(tmp_path):
