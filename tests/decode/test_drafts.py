@@ -28,6 +28,7 @@ from paraxis.decode.drafts import drafters
 from paraxis.decode.drafts import eagle
 from paraxis.decode.drafts import falcon
 from paraxis.decode.drafts import heads
+from paraxis.decode.drafts import prompt_tokens
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models.mixers import packed
@@ -47,6 +48,7 @@ class Plain:
     self.run = jax.jit(self._run, static_argnames='layers')
     self.continued = jax.jit(self._continued)
     self.paired = jax.jit(self._paired)
+    self.prompted = jax.jit(self._prompted)
 
   def _run(self, params, tokens, length, layers=0):
     model = drafters.first_layers(self.model, layers)
@@ -92,6 +94,20 @@ class Plain:
     )  # fmt: skip
     return made[0], layer.logits(params, made)[0]
 
+  def _prompted(self, params, own, tokens, length):
+    """Logits (m, V) of prompt tokens behind so many tokens, all one text."""
+    place = jnp.arange(ROOM) - length
+    count = len(own['prompts'])
+
+    def begin(e):
+      found = own['prompts'][jnp.clip(place, 0, count - 1)]
+      return jnp.where((place >= 0)[:, None], found, e)
+
+    x, _ = step.prefill(
+      self.model, params, tokens[None], length[None] + count, ROOM, begin
+    )
+    return self.model.logits(params, x)[0][length + jnp.arange(count)]
+
   def read(self, text, layers=0):
     """(features, logits) of every token."""
     tokens = jnp.asarray([*text, *[0] * (ROOM - len(text))], jnp.int32)
@@ -126,6 +142,15 @@ def next_window(plain, text, window, kept, count):
   window[:] = [*rest, *[drawn[-1]] * count][:count]
 
 
+def grown(tree, z_KV):
+  """Every path of a tree whose tokens k deep are the likeliest of z_KV[k]."""
+  order, paths = np.argsort(-np.asarray(z_KV), -1, kind='stable'), []
+  for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+    before = paths[parent] if parent >= 0 else []
+    paths.append([*before, int(order[len(before)][rank])])
+  return paths
+
+
 def heads_tree(tree):
   def drafts(plain, text, window, count):
     """Every path of the tree, by the heads on the features of the last call."""
@@ -140,12 +165,25 @@ def heads_tree(tree):
         head = plain.model.logits(
           plain.made._params, jnp.asarray(h)[None, None]
         )
-      z.append(np.argsort(-np.asarray(head)[0, 0], kind='stable'))
-    paths = []
-    for parent, rank in zip(tree.parents, tree.ranks, strict=True):
-      before = paths[parent] if parent >= 0 else []
-      paths.append([*before, int(z[len(before)][rank])])
-    return paths
+      z.append(np.asarray(head)[0, 0])
+    return grown(tree, z)
+
+  return drafts
+
+
+def prompts_tree(tree):
+  def drafts(plain, text, window, count):
+    """By prompt tokens behind all but the last token; the first call, before
+    which there were none, has no drafts."""
+    if not window:
+      window[:] = [True]
+      return [[]]
+    tokens = jnp.asarray([*text[:-1], *[0] * (ROOM + 1 - len(text))], jnp.int32)
+    with build.use(plain.made.built):
+      z = plain.prompted(
+        plain.made._params, plain.own, tokens, jnp.int32(len(text) - 1)
+      )
+    return grown(tree, z)
 
   return drafts
 
@@ -214,6 +252,8 @@ def draft_of(kind):
   made = module_cases.generator('F')
   rng = np.random.default_rng(3)
   own = heads.initial(2, D, 2)
+  if kind == 'ppd':
+    own = {prompt_tokens.PROMPTS: np.zeros((2, D))}
   if kind in ('eagle', 'falcon'):
     begun = dict(eagle=eagle.initial, falcon=falcon.initial)[kind]
     own = begun(made.built.model, made._params)
@@ -227,13 +267,12 @@ def draft_of(kind):
   return heads.About(kind, 0, (V, D, 2), 'numbers', accuracy), own
 
 
+TREE = trees.grown(((0.4, 0.3, 0.2, 0.1),) * 2, 12)
 CASES = {
   'speculative': (small_model, None, dict(drafts=3, draft_layers=1)),
   'jacobi': (jacobi_window, next_window, dict(drafts=4)),
-  'medusa': (
-    heads_tree(trees.grown(((0.4, 0.3, 0.2, 0.1),) * 2, 12)), None,
-    dict(drafts=12),
-  ),
+  'medusa': (heads_tree(TREE), None, dict(drafts=12)),
+  'ppd': (prompts_tree(TREE), None, dict(drafts=12)),
   'eagle': (own_features, None, dict(drafts=3)),
   'falcon': (pairs_of_features, None, dict(drafts=3)),
 }  # fmt: skip
@@ -258,7 +297,10 @@ def test_calls_are_those_of_a_plain_loop(method, tmp_path):
       plain, prompt, drafts, options['drafts'], after
     )
     assert row['tokens'] == text
-    if method != 'medusa':  # of a tree the trace has the path that was taken
+    if method not in (
+      'medusa',
+      'ppd',
+    ):  # of a tree the trace has the path that was taken
       assert row['trace'].canvas[:, :-1].tolist() == tried
     wanted = np.bincount(np.array(made_by), minlength=len(row['lengths']))
     # The first token comes with the prompt.

@@ -107,6 +107,14 @@ TABLE = [
     _PACKED + 'test_a_wide_step_copies_one_layer_at_a_time[9]',
   ),
   Mutation(
+    'prompt_tokens_of_others',
+    'decode/drafts/prompt_tokens.py',
+    'last = judges.at(seen.at, jnp.maximum(seen.n - 1, 0))',
+    'last = 0 * judges.at(seen.at, jnp.maximum(seen.n - 1, 0))',
+    'drafts are what prompt tokens behind the token before the drafts say',
+    _DRAFTS + 'test_calls_are_those_of_a_plain_loop[ppd]',
+  ),
+  Mutation(
     'groups',
     'models/mixers/slots.py',
     '((other == 0) | (other == own))',
