@@ -13,15 +13,17 @@ expect: EQ log probabilities of a record are those of passes over its canvases,
   answer is sorted before, .85 (.77 to .97) are after 80 updates; ratios of a
   first update are 1.
 differs: masked models of 0.6M parameters, trained on lists, where the paper has
-  LLaDA-8B and questions in words. The weight of ends grows with the share of
-  the canvas that is text, and no text of a list has an end: it is tested, not
-  claimed. Where any shuffle is rewarded, a model whose items are all as likely
-  is at a saddle: in 150 updates of rate .1 it rose in one seed of three (.40 to
-  1.00) and fell in two (.32 and .34 to .04 and .11), with rate .03 or Adam it
-  did not rise. At rate .1 sorted lists fell again after 40 updates (one seed).
-  No KL term, one update on each group of texts. Every block begins with one
-  token again (the paper's code: the next power of 2, from block to block); an
-  answer is one block here.
+  LLaDA-8B and questions in words. Copies and sorted lists are as often right in
+  one call (parallelbench), which would pass the claim too: 3 calls are enough,
+  and that they are needed is not shown. The weight of ends grows with the share
+  of the canvas that is text, and no text of a list has an end: it is tested,
+  not claimed. Where any shuffle is rewarded, a model whose items are all as
+  likely is at a saddle: in 150 updates of rate .1 it rose in one seed of three
+  (.40 to 1.00) and fell in two (.32 and .34 to .04 and .11), with rate .03 or
+  Adam it did not rise. At rate .1 sorted lists fell again after 40 updates (one
+  seed). No KL term, one update on each group of texts. Every block begins with
+  one token again (the paper's code: the next power of 2, from block to block);
+  an answer is one block here.
 partial: decode/unmask/tuning.py tunes the models of claims; no command does.
 """
 

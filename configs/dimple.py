@@ -14,11 +14,13 @@ expect: EQ loss, gradients, update and layouts of the shifted step equal one
 differs: lists of 8 items to copy and to sort, and masked models of 0.6M
   parameters that begin from nothing, where the paper has a vision-language
   model that was autoregressive first. Their answers are sure at once, which
-  those to questions in words are not: the paper needs a third of the calls.
-  Where no mask is above the threshold one is taken, the likeliest (the paper
-  takes what a schedule says). Prompts are not cached, which the paper says is
-  approximate; structure priors (text that is in the canvas from the beginning)
-  are not here.
+  those to questions in words are not: the paper needs a third of the calls. One
+  call for all would pass the claim too (parallelbench: such answers are as
+  often right at once): it shows that a threshold wastes no call where masks are
+  sure, not that it knows where they are not. Where no mask is above the
+  threshold one is taken, the likeliest (the paper takes what a schedule says).
+  Prompts are not cached, which the paper says is approximate; structure priors
+  (text that is in the canvas from the beginning) are not here.
 """
 
 from paraxis.configs import presets

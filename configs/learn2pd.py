@@ -14,13 +14,14 @@ expect: LEARN, 3 seeds, lists of 8, greedy: copies and sorted lists take as many
   both beside the threshold that is best on the lists asked, where it is chosen
   on others now.
 differs: two operations of parallelbench whose answers are sure at once: the
-  oracle is near for whoever is as sure. Where answers are not (replacements) it
-  is not: it knows which place is left to the last, and confidences do not show
-  it. Filters have a hidden layer of the canvas's width; thresholds, theirs and
-  those of the confidence, are the fastest that lose no answer of the lists that
-  the filters learned from. Masked
-  models of 0.6M parameters, trained on lists, where the paper has LLaDA-8B. A
-  text that has ended stops here anyway (the paper's second part).
+  oracle is near for whoever is as sure, and a filter that is sure of everything
+  would pass that claim too. Where answers are not (replacements) it is not: it
+  knows which place is left to the last, and confidences do not show it. Filters
+  have a hidden layer of the canvas's width; thresholds, theirs and those of the
+  confidence, are the fastest that lose no answer of the lists that the filters
+  learned from. Masked models of 0.6M parameters, trained on lists, where the
+  paper has LLaDA-8B. A text that has ended stops here anyway (the paper's
+  second part).
 """
 
 from paraxis.configs import presets
