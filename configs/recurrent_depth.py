@@ -26,8 +26,9 @@ differs: sums, and models of 3 layers that learned nothing else, where the paper
   embeddings are not averaged over calls. No noise is mixed into states (the
   code: a share of .5), and new places repeat the last draw (the code: random
   ids). Prelude and coda, which every call of ours has, are not counted: in
-  layers one after the other, which is shown, it is less. A norm stands behind
-  each pass where the paper's model has norms behind the residuals of its
+  layers one after the other, which is shown, it is 4.0 (e + 2) / (3 e) times
+  fewer where one by one needs e passes, 1.6 for 12 and 2.0 for 4. A norm stands
+  behind each pass where the paper's model has norms behind the residuals of its
   layers. Passes are counted, not time: more tokens at once are more work.
 """
 
