@@ -12,9 +12,10 @@ and llama.cpp where a --peer= names their Python.
 masks: beside a causal model of the same sizes and the same tokens, a step whose
 rows have masks (train.objective=masked) sees all of a row, twice the pairs of
 attention; block diffusion (block) reads each row with masks and without, twice
-the tokens, and has no target. A call reads the tokens of a canvas over a cache
-(decode/unmask/canvas.py), as a causal one reads as many drafts; what these
-cost beside one token is measured too.
+the tokens, and has no target. A call reads the tokens of a canvas over a cache,
+draws, ranks and commits them (decode/unmask/canvas.py), as a causal one reads,
+judges and commits as many drafts; what these cost beside one token is measured
+too.
 
 Legend: B rows, T tokens, C tokens of a call.
 """
@@ -23,16 +24,23 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.configs import schema
+from paraxis.configs.base import decode as decode_fields
 from paraxis.configs.base.decode import METHODS
+from paraxis.decode import judges
 from paraxis.decode import load
 from paraxis.decode import methods as methods_lib
-from paraxis.decode import step as step_lib
+from paraxis.decode import program
+from paraxis.decode import proposal
+from paraxis.decode import sampling
+from paraxis.decode import trees
 from paraxis.decode.drafts import heads
+from paraxis.decode.unmask import canvas
 from paraxis.models import build
 from paraxis.models.huggingface import source
-from paraxis.models.mixers import packed
+from paraxis.sharding import annotate
 from paraxis.train import draft
 from paraxis.train.bench import decode as bench_decode
 from paraxis.train.bench import measure
@@ -224,32 +232,61 @@ def _judge(report, times, part, bounds):
     if bound:
       report.check(what, ratio, bound, least=False)
     else:
-      shown = ' '.join(f'{x:.2f}' for x in measure.spread(ratio))
-      report.notes.append(f'{what}: {shown}')
+      report.add({what: ratio}, 'no target')
+
+
+class _Dropped(proposal.Autoregressive):
+  """Drafts of which none is kept: a call makes one token."""
+
+  def __init__(self, width):
+    self.tree = trees.chain(width)
+
+  def propose(self, params, own, token_B, live_B, draws):
+    del params, own, live_B, draws
+    tokens = jnp.zeros((len(token_B), self.tree.width), jnp.int32)
+    tokens = annotate.put(tokens, proposal.ROWS)
+    return judges.Drafts(tokens, tokens < 0), ()
 
 
 def _call(c, count, many=ROWS):
-  """-> () that reads `count` tokens a row over a cache, REPEATS times."""
+  """-> () that makes REPEATS calls of `count` tokens a row over a cache ->
+  calls of each row (many,).
+
+  Of a masked model calls of one block, which they fill.
+  """
   built = build.build(c, 'data=1', devices=jax.devices()[:1])
-  model, form = built.model, (packed.Group(many, count),)
-
-  @jax.jit
-  def run(params, cache, tokens):
-    rows = step_lib.rows(tokens, jnp.full(many, count), cache.length)
-    x, _ = model.step(params, cache, rows, form)
-    return model.logits(params, x)
-
+  model, new = built.model, 2 * max(CALLS)
+  if model.config.visibility == 'block':
+    method = canvas.Unmask(model, decode_fields.Unmask(tokens=count // REPEATS))
+    until = 1
+  else:
+    method, until = _Dropped(count - 1), 1 + REPEATS
+  form, values = sampling.check(
+    decode_fields.Decode(temperature=0.0), c.model.vocab_size
+  )
+  made, static = program.Program(model, ()), program.Static(form, 'replay')
+  names = 'method', 'static'
+  begin = jax.jit(made.begin, static_argnames=(*names, 'room'))
+  loop = jax.jit(made.loop, static_argnames=names)
   with build.use(built):
     params = jax.jit(lambda key: model.unstack(model.init(key)))(
       jax.random.key(0)
     )
-    cache = jax.jit(lambda: model.init_cache(many, SLOTS))()
-    cache = cache._replace(length=jnp.full(many, CACHED, jnp.int32))
-  tokens = jnp.ones((many, count), jnp.int32)
+    params = proposal.Params(params, ())
+    ids = jnp.ones((many, CACHED), jnp.int32)
+    prompt = ids, ids.sum(1), jnp.arange(many, dtype=jnp.uint32)
+    room = SLOTS, new
+    state, _ = begin(
+      params, prompt, values, np.int32(new), method, static, room
+    )
+    stopped = jnp.zeros(many, bool)
+    until = program.Until(
+      np.int32(until), stopped, np.bool_(False), np.int32(new)
+    )
 
   def repeated():
     with build.use(built):
-      for _ in range(REPEATS):
-        jax.block_until_ready(run(params, cache, tokens))
+      after, _ = loop(params, state, values, until, method, static)
+      return jax.block_until_ready(after.lengths).sum(1)
 
   return repeated

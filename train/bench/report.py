@@ -19,7 +19,7 @@ from paraxis.train.bench import measure
 from paraxis.train.bench import peers
 
 # Benches whose rows are quoted too, and a pattern of these rows.
-QUOTED = {'context': r'(?!compile )'}
+QUOTED = {'context': r'(?!compile )', 'masks': r'step: time of .* / causal'}
 HEAD = ('| what | min / median / max | target | |', '|---|---|---|---|')
 
 

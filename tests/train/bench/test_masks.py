@@ -1,8 +1,12 @@
 """The bench of masked models: what is compared has the same tokens."""
 
+import operator
+
 import numpy as np
+import pytest
 
 from paraxis.train.bench import methods as masks
+from paraxis.train.bench import report as report_lib
 from paraxis.train.bench import train as bench_train
 
 
@@ -23,7 +27,29 @@ def test_steps_and_calls_have_rows_and_bounds():
   assert step.values == [own / causal] and step.target == 1.1
   for count in masks.CALLS:
     assert checks[f'call of {count}: time of a block / causal'].target == 1.15
-  assert any('pairs of rows / causal' in note for note in report.notes)
+  unit, pairs = report.rows['step: time of pairs of rows / causal']
+  both = (report.rows[f'step, {n}'][1][0] for n in ('pairs of rows', 'causal'))
+  assert unit == 'no target' and pairs == [operator.truediv(*both)]
+  shown = report_lib.table(report)
+  assert '| step: time of pairs of rows / causal (no target) |' in shown
+  assert '| step, causal' not in shown
+
+
+@pytest.mark.parametrize('count', masks.CALLS)
+def test_calls_are_those_of_decoding(count, monkeypatch):
+  """As many of a canvas as of drafts, none of which is kept."""
+  c = bench_train.config(True)
+  fields = {'model.visibility': 'block', 'model.block': count}
+  traced = []
+  call = masks.canvas.Unmask.call
+  monkeypatch.setattr(
+    masks.canvas.Unmask, 'call',
+    lambda self, *given: traced.append(self) or call(self, *given),
+  )  # fmt: skip
+  for config in (c, masks._with(c, fields)):
+    calls = masks._call(config, count, 2)()
+    assert calls.tolist() == [masks.REPEATS] * 2
+  assert [made.width for made in traced] == [count]
 
 
 def test_a_masked_step_has_masks_in_the_same_tokens(monkeypatch):
