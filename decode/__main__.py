@@ -318,7 +318,7 @@ COMMAND = command_line.Command(
     (bool, 'json', False,
      'print one JSON object: step, samples (prompt, domain, text, tokens, '
      'finish: length, end or stop; calls: of the model after the prompt; '
-     'lengths: how many of them made 0, 1, .. tokens)'),
+     'lengths: how many of them made 0, 1, .. tokens; forwards: of the draft)'),
     (bool, 'stream', False,
      'print a JSON object on a line of its own for each prompt as soon as it '
      'has ended: those fields, and index, which of the prompts it is'),

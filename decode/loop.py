@@ -162,7 +162,7 @@ class Generator:
       of the model, before temperature and filters), finish: 'length', 'end'
       (end token) or 'stop' (stop string), calls: of the model after the prompt,
       rejected and unread tokens included; lengths: how many of them made 0, 1,
-      .. tokens; with `trace` a trace.Trace of them, of NumPy arrays.
+      .. tokens; forwards: of what drafts; with `trace` a trace.Trace of calls.
 
     Raises:
       UserError: an option out of range, an unknown domain, an id outside the
@@ -195,14 +195,14 @@ class Generator:
       results[i] |= dict(
         prompt=prompts[i], text=r.text, tokens=r.tokens, logprobs=r.logprobs,
         finish=r.finish, calls=sum(lengths), lengths=lengths,
+        forwards=methods.forwards(config) * sum(lengths),
       )  # fmt: skip
       if record:
         results[i]['trace'] = record
       if on_end:
         on_end(i, results[i])
 
-    often = bool(on_text or on_end or stop)
-    hooks = transcript.Hooks(on_text, ended, often)
+    hooks = transcript.Hooks(on_text, ended, bool(on_text or on_end or stop))
     with build.use(self.built):
       run(ids, rows, config, (form, values, trace), hooks)
     return results

@@ -77,6 +77,16 @@ class Choice(NamedTuple):
     return cls(*(getattr(config, name) for name in cls._fields))
 
 
+def forwards(choice) -> int:
+  """How often a call runs the draft model, or the draft layer, of a Choice or
+  of what has its fields; reading the prompt is none of it."""
+  if choice.method == 'falcon':  # the first pass reads what was kept
+    return -(-choice.drafts // falcon.BLOCK)
+  # A pass for each draft, and one of what was kept before, or of the last.
+  each = choice.method in (*OF_LAYERS, 'eagle')
+  return choice.drafts + 1 if each else 0
+
+
 def of(model, choice, about=None):
   """The method, for a decoder.Decoder.
 

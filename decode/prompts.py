@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from paraxis.configs.base import errors
 
-KEYS = ('prompt', 'text', 'tokens', 'finish', 'calls', 'lengths')
+KEYS = 'prompt', 'text', 'tokens', 'finish', 'calls', 'lengths', 'forwards'
 
 
 def say(line):
@@ -210,8 +210,10 @@ class Output:
       made = sum(max(len(r['tokens']) - 1, 0) for r in results)
       which = 'tokens after the first'
     calls = sum(r['calls'] for r in results)
+    drafted = sum(r['forwards'] for r in results)
+    also = f', and {drafted} forwards of the draft' if drafted else ''
     seconds = time.monotonic() - self._started
     say(
       f'{len(results)} texts: {made} {which} in {calls} calls of the model, '
-      f'{made / max(calls, 1):.2f} a call; {seconds:.1f} s with compiling'
+      f'{made / max(calls, 1):.2f} a call{also}; {seconds:.1f} s with compiling'
     )

@@ -31,6 +31,7 @@ from paraxis.decode.drafts import heads
 from paraxis.decode.drafts import prompt_tokens
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
+from paraxis.models import decoder
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import slots
 
@@ -308,6 +309,34 @@ def test_calls_are_those_of_a_plain_loop(method, tmp_path):
     assert row['lengths'] == wanted.tolist()
     several += sum(n > 1 for n in made_by)
   assert several  # else nothing was compared
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+  'method', [m for m in methods.METHODS if m not in methods.CHANGING]
+)
+def test_forwards_of_drafts_are_counted(method, tmp_path, monkeypatch):
+  """Steps of other models than the one that judges, as the device runs them."""
+  made, ran = module_cases.generator.__wrapped__('FFF'), []
+  options, real = dict(method=method, drafts=3), decoder.Decoder.step
+  if method in methods.OF_LAYERS:
+    options |= dict(draft_layers=1, draft_group=1)
+  if method in methods.NEEDED:
+    given = made.built.model, made.params, method, 'numbers'
+    heads.save(tmp_path / 'draft.npz', *distill.untrained(*given))
+    options |= dict(draft=str(tmp_path / 'draft.npz'))
+
+  def counted(model, *given, **how):
+    if model.config.num_layers < 3:
+      jax.debug.callback(lambda: ran.append(model))
+    return real(model, *given, **how)
+
+  monkeypatch.setattr(decoder.Decoder, 'step', counted)
+  rows = made.generate([[1, 2, 3]], max_new_tokens=9, temperature=0, **options)
+  jax.effects_barrier()
+  prompts = method in (*methods.OF_LAYERS, 'eagle', 'falcon')  # one reading
+  assert rows[0]['forwards'] == len(ran) - prompts
+  assert bool(rows[0]['forwards']) == prompts
 
 
 def test_a_draft_that_is_trained_anew_is_read_anew(tmp_path):

@@ -73,16 +73,19 @@ def test_bytes_of_the_command_line_that_are_no_text(given):
   'fills, said',
   [
     (False, '2 texts: 6 tokens after the first in 4 calls of the model, 1.50'),
-    (True, '2 texts: 8 tokens in 4 calls of the model, 2.00 a call'),
+    (True, '2 texts: 8 tokens in 4 calls of the model, 2.00'),
   ],
 )
 def test_tokens_a_call_are_those_of_calls(capsys, fills, said):
   """Reading the prompt makes the first token, but where calls fill places."""
   prompts = prompts_lib.Prompts(('a', 'b'), ('', ''), {}, (0, 1))
   shown = prompts_lib.Output(options(), prompts, [None, None], 7)
-  result = dict(tokens=[1] * 4, calls=2, lengths=[0, 1, 0, 1])
+  result = dict(tokens=[1] * 4, calls=2, lengths=[0, 1, 0, 1], forwards=0)
   shown.counts([result] * 2, fills)
-  assert said in capsys.readouterr().err
+  assert f'{said} a call; ' in capsys.readouterr().err
+  shown.counts([result | dict(forwards=8)] * 2, fills)
+  more = f'{said} a call, and 16 forwards of the draft; '
+  assert more in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('person', [True, False])
