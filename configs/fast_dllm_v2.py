@@ -7,7 +7,7 @@ test: tests/models/test_visibility.py, tests/decode/unmask/test_unmask.py,
   tests/decode/unmask/test_sub_blocks.py,
   tests/train/claims/decode/test_masks.py
 run: paraxis reproduce fast_dllm_v2
-cost: 800 CPU-seconds
+cost: 950 CPU-seconds
 expect: EQ loss, gradients, update and layouts of the block step equal one
   device within 1e-9, float64, on data=2,fsdp=2,tensor=2, context=4,data=2 and
   stage=2,data=4; one pass over pairs of rows has the features of a pass for
@@ -16,15 +16,16 @@ expect: EQ loss, gradients, update and layouts of the block step equal one
   float32; so are those of the first call of a sub-block, and those of further
   calls, which read the sub-block alone, are not (.01 nats and more), but for a
   model of one layer, whose keys depend on their token alone. NOT
-  REPRODUCED: converted in a tenth of the tokens (150 steps after 1,500), 3
-  seeds, copies and sorted lists of 8: .94 (.88 to 1.06) times fewer calls after
-  the prompt (asked: 2), .95 with the call that reads it on both sides, 14% of
-  right answers lost (asked: 2%).
+  REPRODUCED: converted in a tenth of the tokens (300 steps after 3,000), 3
+  seeds, copies and sorted lists of 8: 1.40 (1.04 to 1.79) times fewer calls
+  after the prompt (asked: 2), 1.32 with the call that reads it on both sides,
+  8% of right answers lost (2.5% to 15%; asked: 2%).
 differs: every block has a share of masks of its own, and a mask counts 1 / p. A
   prompt of 8 items is a block, and an answer is in one: no block is read once
   more. The models have 0.6M parameters and learn all that they know from lists;
-  after the 150 steps 61% to 70% of tokens are right at once, which is no
-  conversion yet. Claims about caches are of models without
+  after the 300 steps, 10 of them warm-up, 73% to 92% of tokens are right at
+  once. A fourth seed, by which the warm-up was chosen, had 98%, 3.35 times fewer
+  calls and 1% lost: seeds are far apart. No other rate or batch was tried. Claims about caches are of models without
   mask_shift, so that keys alone decide; with it, tests compare texts with a
   loop. What the cache within a block costs in right answers is not measured.
 """
@@ -42,14 +43,15 @@ SMALL = {
 LEFT_TO_RIGHT = presets.LISTS['fields'] | {
   'model.visibility': 'causal', 'model.block': 0, 'model.mask_id': -1,
   'model.mask_shift': False, 'train.objective': 'next_token',
-  'train.steps': 1500,
+  'train.steps': 3000,
 }  # fmt: skip
 TWO = dict(operations=('copy', 'sort'), whole_rows=True)
 # A prompt of 8 items is a block: its answer is in one.
 BLOCKS = {
   'model.visibility': 'block', 'model.block': 11, 'model.mask_id': 20,
   'model.mask_shift': True, 'train.objective': 'block',
-  'train.complementary': True, 'train.steps': 150,
+  'train.complementary': True, 'train.steps': 300,
+  'optimizer.warmup_steps': 10,
 }  # fmt: skip
 
 

@@ -203,6 +203,7 @@ def run_by(monkeypatch, forward, backward):
   monkeypatch.setattr(attention_op, 'choose', lambda *_: (forward, backward))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize('form', KERNELS)
 @pytest.mark.parametrize('name', CASES)
 def test_with_kernels_it_equals_one_device(monkeypatch, name, form):

@@ -68,13 +68,12 @@ def more_tokens_a_call(
       made, own, shape, warm, ids, text[3], method,
       workdir_lib.prepare(run.results) / f'{name}-{seed}.npz',
     )  # fmt: skip
-    mean, equal = ask(alone, 'alone')
+    mean, one_by_one = ask(alone, 'alone')
     found[ALONE].append(mean)
-    same &= equal
     made.replace(tuned)
     mean, equal = ask(own, 'together')
     found[BOTH].append(mean)
-    same &= equal
+    same &= one_by_one and equal
   seconds = ablation.cpu_seconds(rows) + max(spent)
   outcome = ablation.outcome(
     run,
@@ -90,9 +89,8 @@ def more_tokens_a_call(
     'one by one',
     seconds,
   )
-  if same:
-    return outcome
-  return outcome._replace(passed=False, verdict='', sound=False)
+  lost = dict(passed=False, verdict='', sound=False)
+  return outcome if same else outcome._replace(**lost)
 
 
 def _generator(job, params):

@@ -104,16 +104,18 @@ def test_tokens_a_call_are_counted_and_drawn(pretend, tmp_path):
   assert lines[1].split() == ['greedy', '75.0%', '25.0%']
 
 
+def untrained(made, text, kind, layers, recipe, say):
+  about = heads.About(kind, layers, (2048, 4, 2), TOKENS.fingerprint, ((1.0,),))
+  return about, heads.initial(2, 4)
+
+
 def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
   made, run = pretend(medusa=2)
   trained = []
 
   def train(made, text, kind, layers, recipe, say):
     trained.append((text.tokens, text.own, kind, layers, recipe.steps))
-    about = heads.About(
-      kind, layers, (2048, 4, 2), TOKENS.fingerprint, ((1.0,),)
-    )
-    return about, heads.initial(2, 4)
+    return untrained(made, text, kind, layers, recipe, say)
 
   monkeypatch.setattr(draft_lib, 'trained', train)
   draft = dict(layers=0, tokens=99, own=5, steps=7)
@@ -144,6 +146,11 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
   note = json.loads((run.results / 'medusa.json').read_text())
   assert note['steps'] == 8
 
+
+def test_more_tokens_a_call_of_sound_drafts_alone(pretend, monkeypatch):
+  made, run = pretend(medusa=2)
+  monkeypatch.setattr(draft_lib, 'trained', untrained)
+  draft = dict(layers=0, tokens=99, own=5, steps=7)
   made.each['eagle'] = 3
   both = dict(
     pair=[dict(method='eagle'), dict(method='medusa')],
