@@ -24,10 +24,11 @@ differs: every block has a share of masks of its own, and a mask counts 1 / p. A
   prompt of 8 items is a block, and an answer is in one: no block is read once
   more. The models have 0.6M parameters and learn all that they know from lists;
   after the 300 steps, 10 of them warm-up, 73% to 92% of tokens are right at
-  once. A fourth seed, by which the warm-up was chosen, had 98%, 3.35 times fewer
-  calls and 1% lost: seeds are far apart. No other rate or batch was tried. Claims about caches are of models without
-  mask_shift, so that keys alone decide; with it, tests compare texts with a
-  loop. What the cache within a block costs in right answers is not measured.
+  once. A fourth seed, by which the warm-up was chosen, had 98%, 3.35 times
+  fewer calls and 1% lost: seeds are far apart. No other rate or batch was
+  tried. Claims about caches are of models without mask_shift, so that keys
+  alone decide; with it, tests compare texts with a loop. What the cache within
+  a block costs in right answers is not measured.
 """
 
 from paraxis.configs import presets
