@@ -158,7 +158,7 @@ def abstract(sizes: Mapping[str, int]) -> 'jax.sharding.AbstractMesh':
       f'mesh {",".join(bad)}: without devices every size must be given.'
     )
   if (places := math.prod(full.values())) > MOST:
-    text = f'mesh {describe(full)} has {places:,} places, more than {MOST:,}'
+    text = f'mesh {describe(full)} needs {places:,} devices, more than {MOST:,}'
     raise errors.UserError(f'{text}: take smaller sizes.')
   explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
   return jax.sharding.AbstractMesh(
