@@ -12,7 +12,9 @@ is read keeps what is read: `rollback` and `evict` refuse the rest. With
 
 No function moves slots: a token's slot is its position in every row, so the
 kept path of a tree or a chain is in place, and there are no gaps to close. The
-price is that the slots of a fork's row before `first` are not used.
+price is that the slots of a fork's row before `first` are not used. Nor are
+there pages: every request has a row of as many slots as the longest may need,
+so the cache holds R S tokens, however few the requests have.
 
 Legend: R rows, P ranges of other rows that a request may read.
 """
