@@ -144,7 +144,12 @@ class Decode:
     tuple(METHODS),
   )
   drafts: int = field(
-    4, 'tokens that a method drafts for a call', low=1, high=255
+    4,
+    'tokens that a method drafts for a call: of medusa and ppd the nodes of a '
+    "tree, which is grown from the draft's accuracy and cannot be given; "
+    'decode.budget does not bound them',
+    low=1,
+    high=255,
   )
   draft_layers: int = field(
     0,
