@@ -169,7 +169,7 @@ def test_perplexity_of_int4(ours, documents):
   nats = lambda scorer: -sum(score.nats for score in scorer.scores(pairs))
   found = [np.exp(nats(x) / (8 * SHORT)) for x in (ours, coarse)]
   print('loaded, int4 in groups of 64', *found)
-  assert 1.01 < found[1] / found[0] < 2
+  assert 1.01 < found[1] / found[0] < 1.6  # 1.33 to 1.54 were measured
 
 
 @pytest.mark.sampled(4)
