@@ -34,6 +34,14 @@ def test_the_header_says_what_it_costs(path):
 
 
 @each
+def test_what_the_header_of_a_lossless_method_may_cost(path):
+  """But where drafts of SmolLM2 are trained for longer, or of two methods."""
+  if 'claims.decode import lossless' in path.read_text():
+    dear = path.stem in ('medusa', 'eagle', 'falcon')
+    assert (papers.cost(papers.header(path)) > 1200) == dear
+
+
+@each
 def test_few_seeds_are_not_called_reproduced(path):
   """What is trained with fewer than three seeds shows a direction at most."""
   assert not _claims_too_much(path.read_text(), _seeds(path))
